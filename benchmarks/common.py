@@ -1,0 +1,72 @@
+"""What the benchmarks share: running the scripts as a user would, the table, and the JSON result (design: one file a benchmark)."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def run_script(*words, env=None, echo=True):
+    """Run one of the project's scripts; returns the last line it printed. Its output is passed on; a failure ends the benchmark."""
+    command = [sys.executable, *map(str, words)]
+    print("$ python", *words, flush=True)
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True)
+    last = ""
+    for line in process.stdout:
+        if echo:
+            print("   ", line.rstrip(), flush=True)
+        last = line
+    if process.wait():
+        raise SystemExit(f"failed with status {process.returncode}: python {' '.join(map(str, words))}")
+    return last
+
+
+def evaluate(model, name, folder, *flags):
+    """grpo_eval.py on a directory; returns its report. An evaluation that is there already is not done again."""
+    report = Path(folder) / name / "report.json"
+    if not report.exists():
+        run_script("grpo_eval.py", "--model", model, "--output_dir", folder, "--name", name, *flags)
+    return json.loads(report.read_text())
+
+
+def card():
+    """Name of the GPU, or `none`."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def cpu():
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def write_results(name, rows, command=None, **more):
+    """Print a table and write results/NAME.json; rows: (case, metric, value, unit)."""
+    packages = ("torch", "transformers", "accelerate", "trl")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    result = {
+        "script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command or "python " + " ".join(sys.argv), "card": card(), "cpu": cpu(),
+        "versions": versions, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", **more,
+        "rows": [dict(zip(("case", "metric", "value", "unit"), row, strict=True)) for row in rows],
+    }  # fmt: skip
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    width = max(len(row[0]) for row in rows)
+    for case, metric, value, unit in rows:
+        print(f"{case:<{width}}  {metric:<28} {value!s:>24} {unit}")
+    print(json.dumps(result["rows"]))

@@ -1,0 +1,287 @@
+"""Settings: one frozen dataclass a script, YAML below it, the command line over both, and one line for a user's mistake."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from rewards import ANSWER_FORMATS
+
+
+class SettingError(ValueError):
+    """A bad setting: names the field, the value and what would do. The scripts print it as one line and exit with 2."""
+
+    def __init__(self, name, value, remedy):
+        super().__init__(f"{name}={value!r}: {remedy}")
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, said in one line; the scripts exit with 1."""
+
+
+ALIASES = {"model_name_or_path": "model", "save_steps": "save_every", "dataset_name": "dataset"}
+REFUSED = {
+    "num_iterations": "says two things (outer iterations here, mu in TRL): use outer_iterations or mu",
+    "top_p": "belongs to evaluation only: a nucleus of the new policy can exclude a token that was sampled",
+    "top_k": "belongs to evaluation only: the policy's top k can exclude a token that was sampled",
+    "min_p": "truncates the sampling distribution, which the loss does not: leave it out",
+    "load_best_model_at_end": "does not exist here: see eval_every",
+}
+
+
+def setting(default, text):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What supervised and GRPO training have in common."""
+
+    model: str = setting("Qwen/Qwen2.5-1.5B-Instruct", "directory or hub id of the model to start from; `tiny` builds the embedded 200,000-parameter one")
+    dataset: str = setting("gsm8k", "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder with <split>.jsonl, or a hub id")
+    split: str = setting("train", "split to train on; held-out problems are cut from it, the test split is never looked at")
+    question_column: str | None = setting(None, "column of the question, where its name is not a usual one")
+    answer_column: str | None = setting(None, "column of the answer")
+    solution_column: str | None = setting(None, "column of the worked solution")
+    limit: int | None = setting(None, "train on the first N problems only")
+    answer_format: str = setting("xml", "how answers are written: " + ", ".join(ANSWER_FORMATS))
+    system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
+    chat_template_kwargs: str = setting("{}", "JSON object handed to the chat template, such as {\"enable_thinking\": false}")
+    output_dir: str = setting("grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go")
+    overwrite_output_dir: bool = setting(False, "write into an output_dir that holds a run already")
+    batch_size: int = setting(7, "problems a step, over all processes")
+    num_steps: int = setting(500, "steps (of each outer iteration)")
+    num_epochs: float | None = setting(None, "passes over the problems, instead of num_steps")
+    max_minutes: float | None = setting(None, "stop after the step that passes this much training time, then save as usual")
+    max_prompt_length: int = setting(512, "longer prompts (in tokens) are skipped and counted, never cut")
+    max_completion_length: int = setting(400, "tokens a completion may have")
+    micro_batch_tokens: int = setting(16384, "tokens (padding in) that go through the model at once in the update; changes memory, not gradients")
+    learning_rate: float = setting(5e-6, "peak learning rate of AdamW")
+    weight_decay: float = setting(0.0, "AdamW's decay, on matrices only")
+    adam_beta1: float = setting(0.9, "AdamW's first beta")
+    adam_beta2: float = setting(0.999, "AdamW's second beta")
+    optimizer: str = setting("adamw", "adamw (float32 state)")
+    max_grad_norm: float = setting(0.1, "gradients are scaled down to this norm; 0 only measures")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after the warm-up")
+    warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward: less memory, a third more time")
+    bf16: bool = setting(True, "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32")
+    eval_every: int = setting(50, "evaluate greedily on held-out problems every N steps, and before the first and after the last; 0: never")
+    eval_problems: int = setting(100, "held-out problems, cut from the training split by hash; 0: none")
+    save_every: int = setting(0, "also write output_dir/checkpoint-<step> (float32 weights) every N steps; 0: only the end")
+    cpu_threads: int | None = setting(None, "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model")
+    seed: int = setting(42, "seeds problem order, draws and new models")
+    report_to: str = setting("none", "only `none` for now: metrics.jsonl holds everything")
+    trust_remote_code: bool = setting(False, "run code that comes with a model")
+    lora_r: int = setting(0, "not there yet: only 0")
+
+    def __post_init__(self):
+        check(self, "batch_size num_steps max_prompt_length max_completion_length micro_batch_tokens", lambda v: v >= 1, "must be at least 1")
+        check(self, "learning_rate weight_decay max_grad_norm eval_every eval_problems save_every", lambda v: v >= 0, "must not be negative")
+        check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
+        check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
+        check(self, "num_epochs max_minutes", lambda v: v is None or v > 0, "must be positive")
+        check(self, "limit cpu_threads", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "optimizer", lambda v: v == "adamw", "only adamw is there yet (8-bit state comes later): say --optimizer adamw")
+        check(self, "lora_r", lambda v: v == 0, "LoRA is not there yet: say --lora_r 0 for full fine-tuning")
+        check(self, "report_to", lambda v: v == "none", "trackers are not there yet: say --report_to none and read metrics.jsonl")
+        check_prompting(self)
+        if self.eval_every and not self.eval_problems:
+            raise SettingError("eval_problems", 0, "evaluation needs held-out problems; set eval_every 0 to do without it")
+
+
+def check(config, names, good, remedy):
+    """Every named field of `config` must satisfy `good`; NaN satisfies nothing that compares."""
+    for name in names.split():
+        if not good(getattr(config, name)):
+            raise SettingError(name, getattr(config, name), remedy)
+
+
+def check_prompting(config):
+    """The settings that decide what the model reads, shared with the evaluation."""
+    check(config, "answer_format", lambda v: v in ANSWER_FORMATS, "must be one of " + ", ".join(ANSWER_FORMATS))
+    template_kwargs(config)
+    system_prompt(config)
+
+
+def template_kwargs(config):
+    """chat_template_kwargs as a dict."""
+    try:
+        value = json.loads(config.chat_template_kwargs)
+    except json.JSONDecodeError as error:
+        raise SettingError("chat_template_kwargs", config.chat_template_kwargs, f"is not JSON ({error.msg})") from error
+    if not isinstance(value, dict):
+        raise SettingError("chat_template_kwargs", config.chat_template_kwargs, "must be a JSON object")
+    return value
+
+
+def system_prompt(config):
+    """The system prompt: the format's, or the user's file, which must name the delimiter that the format waits for."""
+    chosen = ANSWER_FORMATS[config.answer_format]
+    if config.system_prompt_file is None:
+        return chosen.system_prompt
+    try:
+        text = Path(config.system_prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("system_prompt_file", config.system_prompt_file, f"cannot be read ({type(error).__name__})") from error
+    if chosen.think_end not in text:
+        raise SettingError("system_prompt_file", config.system_prompt_file, f"must name {chosen.think_end!r}, which answer_format={chosen.name} waits for")
+    return text
+
+
+# Files and flags
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a repeated key and reads 5e-6 as a number (YAML 1.1 wants a point in it)."""
+
+
+def _mapping(loader, node):
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    repeated = sorted({str(k) for k in keys if keys.count(k) > 1})
+    if repeated:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: repeated key {repeated[0]}")
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def read_yaml(path):
+    """A YAML mapping as a dict; broken or missing files are a SettingError."""
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)  # a SafeLoader: builds plain data only
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingError("config", str(path), " ".join(str(error).split())) from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise SettingError("config", str(path), "must hold `key: value` lines")
+    return values
+
+
+def settings_from_file(config_class, path):
+    """The settings of a YAML file, names checked against the class and values against its types."""
+    fields = get_type_hints(config_class)  # not dataclasses.fields(): HfArgumentParser rewrites the types there
+    settings = {}
+    for key, value in read_yaml(path).items():
+        name = ALIASES.get(key, key)
+        if name in REFUSED and name not in fields:
+            raise SettingError(key, value, REFUSED[name])
+        if name not in fields:
+            raise SettingError(key, value, f"no such setting in {path}; --help lists them")
+        if name in settings:
+            raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
+        settings[name] = _typed(name, fields[name], value)
+    return settings
+
+
+def _typed(name, hint, value):
+    """A YAML value in the type of its field; an int serves as a float, a mapping as JSON text."""
+    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = [get_origin(p) or p for p in parts if p is not NoneType]
+    kinds = [str if kind is Literal else kind for kind in kinds]
+    if isinstance(value, dict) and str in kinds:
+        return json.dumps(value)
+    if value is None and NoneType in parts:
+        return None
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if list in kinds and isinstance(value, str):
+        return [value]
+    if type(value) not in kinds:
+        raise SettingError(name, value, "must be " + " or ".join(k.__name__ for k in kinds))
+    return value
+
+
+def parse_config(config_class, argv=None, description=None):
+    """`[--config FILE.yaml] [--FIELD VALUE ...]` -> config_class. The command line wins over the file, the file over the defaults."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    fields = get_type_hints(config_class)
+    for i, word in enumerate(argv):
+        name = word.removeprefix("--").split("=")[0].replace("-", "_") if word.startswith("--") else ""
+        if name in REFUSED and name not in fields:
+            raise SettingError(name, argv[i + 1] if i + 1 < len(argv) else "", REFUSED[name])
+        if name in ALIASES:
+            argv[i] = "--" + ALIASES[name] + word[2 + len(name) :]
+    parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
+    parser.error = lambda message: _usage_error(message)
+    known, _ = _config_only(argv)
+    if known is not None:
+        parser.set_defaults(**settings_from_file(config_class, known))
+    optional = {name for name, hint in fields.items() if NoneType in get_args(hint)}
+    emptied = [i for i in range(len(argv) - 1) if argv[i].removeprefix("--") in optional and argv[i + 1].lower() in ("none", "null")]
+    rest = [word for i, word in enumerate(argv) if i not in emptied and i - 1 not in emptied]
+    values = vars(parser.parse_args(rest)) | {argv[i].removeprefix("--"): None for i in emptied}
+    values.pop("config")
+    return config_class(**values)
+
+
+def _config_only(argv):
+    import argparse
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    namespace, rest = first.parse_known_args(argv)
+    return namespace.config, rest
+
+
+def _usage_error(message):
+    raise SettingError("command line", message, "--help lists every flag")
+
+
+def run_main(main):
+    """Call main() for a script: 0, or one line on standard error and 2 (a bad setting or bad data) or 1 (a failed run)."""
+    from data import DataError
+    from rewards import RewardError
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        main()
+    except (SettingError, DataError) as error:
+        sys.exit(_last_words(error, 2))
+    except (RunError, RewardError) as error:
+        sys.exit(_last_words(error, 1))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _last_words(error, status):
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    return status
+
+
+def resolved(config):
+    """Every setting, the versions and the commit: what `run_config.yaml` holds. No tokens, no environment."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("torch", "transformers", "accelerate", "datasets", "numpy")
+    versions = {name: metadata.version(name) for name in packages if _installed(name)}
+    return {**dataclasses.asdict(config), "versions": {"python": sys.version.split()[0], **versions}, "commit": commit or "unknown"}
+
+
+def _installed(package):
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def write_whole(path, text):
+    """Write a file so that no reader ever sees half of it."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,161 @@
+"""Evaluate a model on a whole split: batched decoding of single paths, graded as the rewards grade.
+
+    python grpo_eval.py                                     grpo_finetuned_model, on the test split of what it was trained on
+    python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
+
+Writes eval_runs/<name>/report.json and samples.jsonl; the last line it prints is the report as one JSON object.
+"""
+
+import hashlib
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from scipy import stats
+from tqdm import tqdm
+
+from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
+from data import encode_prompts, load_problems
+from generation import GroupDecoder
+from rewards import ANSWER_FORMATS, combined_reward, correctness_reward, extract_answer, last_number, parse_number
+from training import load_model, load_tokenizer, rollout_dtype
+
+# Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
+FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "system_prompt_file": None, "chat_template_kwargs": "{}", "question_column": None,
+                 "answer_column": None, "solution_column": None, "max_prompt_length": 512, "max_completion_length": 400, "seed": 42}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of an evaluation. What is left out is read from MODEL/run_config.yaml, which training writes there."""
+
+    model: str = setting("grpo_finetuned_model", "directory or hub id")
+    dataset: str | None = setting(None, "as for grpo_train.py")
+    split: str = setting("test", "split to evaluate on")
+    limit: int | None = setting(None, "the first N problems only")
+    question_column: str | None = setting(None, "column of the question")
+    answer_column: str | None = setting(None, "column of the answer")
+    solution_column: str | None = setting(None, "column of the worked solution")
+    answer_format: str | None = setting(None, "how answers are written: " + ", ".join(ANSWER_FORMATS))
+    system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
+    chat_template_kwargs: str | None = setting(None, "JSON object handed to the chat template")
+    max_prompt_length: int | None = setting(None, "longer prompts are skipped and counted; they count as wrong")
+    max_completion_length: int | None = setting(None, "tokens an answer may have")
+    num_samples: int = setting(1, "answers a question, with a temperature above 0")
+    temperature: float = setting(0.0, "0: greedy")
+    top_p: float = setting(1.0, "sample from the smallest set of tokens of this probability")
+    top_k: int = setting(0, "sample from the k likeliest tokens; 0: all")
+    batch_size: int | None = setting(None, "answers decoded at once (default: 256 on CUDA, 32 on the CPU)")
+    seed: int | None = setting(None, "seeds the draws of sampling")
+    bf16: bool = setting(True, "bf16 on CUDA")
+    output_dir: str = setting("eval_runs", "the run goes into a folder of its own in here")
+    name: str | None = setting(None, "name of that folder (default: model, data set, split and time)")
+    trust_remote_code: bool = setting(False, "run code that comes with a model")
+
+    def __post_init__(self):
+        settings = Path(self.model) / "run_config.yaml"
+        trained = read_yaml(settings) if settings.exists() else {}
+        for name, default in FROM_TRAINING.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, trained.get(name, default))
+        check(self, "max_prompt_length max_completion_length num_samples", lambda v: v >= 1, "must be at least 1")
+        check(self, "limit batch_size", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "temperature top_k", lambda v: v >= 0, "must not be negative")
+        check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise SettingError("num_samples", self.num_samples, "greedy answers are all the same: set a temperature, such as --temperature 1")
+        check_prompting(self)
+
+
+def grade(problems, answers, decoder, answer_format):
+    """One record a problem, with lm-evaluation-harness's names; answers: for each problem pairs (ids, ended)."""
+    records = []
+    for problem, pairs in zip(problems, answers, strict=True):
+        texts = [decoder.text(*pair) for pair in pairs]
+        truth = [problem.problem.answer] * len(texts)
+        strict = [extract_answer(text, answer_format) for text in texts]
+        flexible = [last_number(text) for text in texts]
+        target = parse_number(problem.problem.answer)
+        records.append({
+            "doc_id": problem.problem.id, "prompt_hash": hashlib.sha256(problem.prompt.encode()).hexdigest(), "prompt": problem.prompt,
+            "target": problem.problem.answer, "resps": texts, "filtered_resps": {"strict-match": strict, "flexible-extract": flexible},
+            "exact_match": {
+                "strict-match": [float(c > 0) for c in correctness_reward(None, texts, truth, answer_format=answer_format)],
+                "flexible-extract": [float(target is not None and number is not None and parse_number(number) == target) for number in flexible],
+            },
+            "reward": combined_reward(None, texts, truth, answer_format=answer_format),
+            "length": [len(ids) for ids, _ in pairs], "stop_condition": ["eos" if ended else "length" for _, ended in pairs],
+        })  # fmt: skip
+    return records
+
+
+def interval(scores):
+    """95% interval of an accuracy from each question's mean score: Wilson's where every score is 0 or 1, else a bootstrap over questions."""
+    scores = np.asarray(scores, dtype=float)
+    if np.isin(scores, (0, 1)).all():
+        found = stats.binomtest(int(scores.sum()), len(scores)).proportion_ci(method="wilson")
+    else:
+        found = stats.bootstrap((scores,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return [round(float(found.low), 4), round(float(found.high), 4)]
+
+
+def summarise(records, skipped):
+    """The report's numbers. A question whose prompt was too long to ask counts as wrong."""
+    missed = [0.0] * skipped
+    report = {"questions": len(records) + skipped, "skipped": skipped, "samples_per_question": len(records[0]["resps"])}
+    for name, key in (("accuracy", "strict-match"), ("accuracy_last_number", "flexible-extract")):
+        scores = [statistics.fmean(r["exact_match"][key]) for r in records] + missed
+        report |= {name: round(statistics.fmean(scores), 4), f"{name}_ci95": interval(scores)}
+    every = {k: [v for r in records for v in r[k]] for k in ("length", "stop_condition", "reward")}
+    parsed = [answer not in (None, "") for r in records for answer in r["filtered_resps"]["strict-match"]]
+    return report | {
+        "parsable": round(statistics.fmean(parsed), 4),
+        "truncated": round(statistics.fmean(s == "length" for s in every["stop_condition"]), 4),
+        "mean_length": round(statistics.fmean(every["length"]), 2),
+        "mean_reward": round(statistics.fmean(every["reward"]), 4),
+    }
+
+
+def evaluate(config):
+    """Decode, grade, write; returns the report."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
+    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
+    asked, skipped = encode_prompts(problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config))
+    folder = Path(config.output_dir) / (config.name or f"{Path(config.model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (folder / "report.json").exists():
+        raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
+    model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
+    decoder = GroupDecoder(model, tokenizer)
+    sampling = dict(samples=config.num_samples, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+    started = time.perf_counter()
+    with tqdm(total=len(asked), unit="question", disable=None) as bar:
+        answers = decoder.complete([p.ids for p in asked], config.max_completion_length, batch_rows=config.batch_size, progress=bar.update, **sampling)
+    seconds = time.perf_counter() - started
+    records = grade(asked, answers, decoder, config.answer_format)
+    report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
+              **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "samples.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
+    write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
+    return report, folder
+
+
+def main():
+    report, folder = evaluate(parse_config(Config, description=__doc__.splitlines()[0]))
+    low, high = report["accuracy_ci95"]
+    print(f"{report['questions']} questions in {report['seconds']} s; completions in {folder / 'samples.jsonl'}")
+    print(f"accuracy {report['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}); by the last number in the text {report['accuracy_last_number']:.3f}; "
+          f"parsable {report['parsable']:.3f}; cut off {report['truncated']:.3f}; mean length {report['mean_length']}")  # fmt: skip
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    run_main(main)

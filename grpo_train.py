@@ -1,0 +1,452 @@
+"""GRPO with M3PO: train a language model on problems whose answers can be checked.
+
+    python grpo_train.py --config configs/tiny.yaml        the whole job on a laptop, in minutes
+    python grpo_train.py --help                            every setting
+
+The loop of `train` is the algorithm; its numbered comments are those of the README.
+Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G), T completion tokens.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+
+import sft_train
+from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file, template_kwargs
+from data import pad_left
+from generation import GroupDecoder, Interaction, rollout_uniforms
+from m3po_module import SIMILARITIES, describe_interaction
+from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, correctness_reward, extract_answer, load_reward
+from training import (
+    MetricsLog,
+    Scorer,
+    Stopwatch,
+    guarded_step,
+    held_out_accuracy,
+    interaction_effect,
+    largest,
+    load_model,
+    load_tokenizer,
+    make_optimizer,
+    micro_batches,
+    open_output,
+    prepare_problems,
+    problem_batch,
+    refresh,
+    rollout_dtype,
+    save_model,
+    shard,
+    start_processes,
+    steps_to_do,
+    wrap,
+)
+
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
+SHOWN = {"reward": "reward", "correct": "correct", "eval_accuracy": "held-out", "completion_length": "length", "kl": "kl", "entropy": "entropy",
+         "frac_reward_zero_std": "no-signal", "grad_norm": "grad", "rollout_seconds": "rollout s", "update_seconds": "update s", "skipped": "SKIPPED:"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400 tokens, Qwen2.5-1.5B-Instruct)."""
+
+    num_generations: int = setting(12, "G, completions of each problem; they are compared with each other, so at least 2")
+    outer_iterations: int = setting(1, "times num_steps steps; each begins with the reference made a copy of the policy (the original script calls this num_iterations, which in TRL means mu)")
+    temperature: float = setting(1.0, "sampling temperature; log-probs are taken at the same one")
+    mu: int = setting(1, "optimiser steps on each rollout; with 1 the ratio is always 1 and nothing is ever clipped")
+    beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference")
+    epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon")
+    epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
+    loss_type: str = setting("grpo", "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)")
+    scale_rewards: str = setting("group", "group: advantages are divided by the group's standard deviation; none: they are not")
+    mask_truncated_completions: bool = setting(False, "leave completions that the length limit cut off out of the loss")
+    reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS))
+    reward: list[str] | None = setting(None, "your own instead: FILE.py:function[=weight], several after one flag")
+    reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
+    warm_start: str = setting("none", "a YAML of sft_train.py that runs first, into output_dir/warm_start; what it leaves out is taken from here")
+    log_groups: int = setting(1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl")
+    m3po_lambda: float = setting(0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO")
+    m3po_temperature: float = setting(0.1, "of the softmax over peers: small listens to the most alike only")
+    m3po_similarity: str = setting("distribution", "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, "num_generations", lambda v: v >= 2, "a completion is judged against the others of its group: give at least 2")
+        check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
+        check(self, "temperature m3po_temperature", lambda v: 0 < v < math.inf, "must be positive (greedy paths of one prompt are all the same)")
+        check(self, "beta log_groups", lambda v: v >= 0, "must not be negative")
+        check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
+        check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
+        check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
+        for name, values in dict(loss_type=LOSS_TYPES, scale_rewards=("group", "none"), m3po_similarity=SIMILARITIES, reward_set=tuple(REWARD_SETS)).items():
+            check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
+        reward_functions(self)
+
+
+def reward_functions(config):
+    """The (function, weight) pairs of a run."""
+    try:
+        chosen = REWARD_SETS[config.reward_set] if config.reward is None else [load_reward(spec) for spec in config.reward]
+    except ValueError as error:
+        raise SettingError("reward", config.reward, str(error)) from error
+    if config.reward_weights is None:
+        return chosen
+    if len(config.reward_weights) != len(chosen):
+        raise SettingError("reward_weights", config.reward_weights, f"must be one weight for each of {[f.__name__ for f, _ in chosen]}")
+    return [(function, weight) for (function, _), weight in zip(chosen, config.reward_weights, strict=True)]
+
+
+# The formulas
+
+
+def group_advantages(rewards, num_generations, scale_rewards="group"):
+    """A = (r - mean) / (std + 1e-4) within each group, sample standard deviation: rewards (N,) -> (N,) float32.
+
+    Exactly 0 where all rewards of a group are equal, and where a reward is NaN (nobody could score it; it is left out of mean and std).
+    """
+    groups = rewards.float().view(-1, num_generations)
+    scored = ~groups.isnan()
+    count = scored.sum(-1, keepdim=True)
+    mean = groups.nansum(-1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(scored, groups - mean, 0.0)
+    std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    advantages = centred if scale_rewards == "none" else centred / (std + 1e-4)
+    return advantages.masked_fill(all_equal(groups)[:, None], 0.0).view(-1)
+
+
+def all_equal(groups):
+    """Whether a group's scored rewards carry no signal, tested exactly (rounding gives a mean no claim to be one of them): (B, G) -> (B,)."""
+    scored = ~groups.isnan()
+    return torch.where(scored, groups, -torch.inf).amax(-1) <= torch.where(scored, groups, torch.inf).amin(-1)
+
+
+def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_length):
+    """What each token's term counts in the loss: mask (n, T) -> (n, T). All normalisers are of the global batch, so its cuts change nothing.
+
+    num_sequences: N over all processes, masked rows counted; num_tokens: unmasked tokens over all processes.
+    """
+    if loss_type == "grpo":
+        return mask / mask.sum(-1, keepdim=True).clamp(min=1) / num_sequences
+    if loss_type == "dapo":
+        return mask / max(num_tokens, 1)
+    return mask / (num_sequences * max_completion_length)
+
+
+def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, beta=0.0, ref_logp=None):
+    """The clipped surrogate with the k3 estimate of the KL (GRPO, eq. 3 and 4): (n, T) tensors, advantages (n,) -> scalar, per-token terms.
+
+    The gradient is not 0 at the first pass, although the ratio is 1 and centred advantages make the loss close to 0.
+    """
+    A = advantages[:, None]
+    ratio = torch.exp(logp - old_logp)
+    clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon_high)
+    per_token = -torch.min(ratio * A, clipped * A)
+    kl = torch.zeros_like(logp)
+    if beta > 0:
+        log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
+        kl = torch.exp(log_ratio) - log_ratio - 1
+        per_token = per_token + beta * kl
+    terms = {"kl": kl, "clip_low": (ratio < 1 - epsilon) & (A < 0), "clip_high": (ratio > 1 + epsilon_high) & (A > 0)}
+    return (per_token * weights).sum(), terms
+
+
+# The loop
+
+
+def train(config):
+    """Run a whole training; returns the output directory."""
+    accelerator = start_processes(config)
+    functions = reward_functions(config)
+    start = config.model if config.warm_start == "none" else warm_start(config, accelerator)
+    tokenizer = load_tokenizer(start, config.trust_remote_code)
+    problems, held_out, skipped = prepare_problems(config, tokenizer)
+    folder = open_output(config, accelerator)
+
+    load = dict(name=start, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    policy = load_model(dtype=torch.float32, **load).train()  # train(): checkpointing needs it; every dropout is 0 (I11)
+    sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
+    reference = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.beta > 0 else None
+    if config.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    refresh(sampler, policy)
+    interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
+    decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction)
+    scorer = wrap(accelerator, Scorer(policy, decoder.tables, config.bf16))
+    ref_scorer = None if reference is None else Scorer(reference, decoder.tables, config.bf16)
+    steps = steps_to_do(config, len(problems))
+    total = steps * config.outer_iterations
+    optimizer, schedule = make_optimizer(policy, config, total * config.mu)
+    log = MetricsLog(folder, total, SHOWN, accelerator)
+    log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
+            f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
+            f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
+    train_seconds = 0.0
+
+    for step in range(total):
+        first = {}
+        if step == 0 and config.eval_every:
+            first = held_out_accuracy(accelerator, decoder, held_out, config)
+            log.say(f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}")
+        watch = Stopwatch(accelerator.device)
+
+        # 1. An outer iteration begins: the reference becomes a copy of the policy.
+        if step % steps == 0 and reference is not None:
+            refresh(reference, policy)
+
+        # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
+        batch = [problems[i] for i in problem_batch(len(problems), config.batch_size, step, config.seed)]
+        rollout, mine = sample(decoder, batch, config, step, accelerator)
+        texts = [decoder.text(*pair) for pair in rollout.completions()]
+        rollout_seconds = watch.lap()
+
+        # 3. Score them, and compare each with its group.
+        rewards, parts = score(functions, mine, texts, rollout, config, step)
+        all_rewards = torch.tensor(gather_object(rewards), dtype=torch.float64)
+        everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
+        advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
+        reward_seconds = watch.lap()
+
+        # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
+        learning_rate = schedule.get_last_lr()[0]
+        update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, bool(everyone.any()), config)
+        shown = refresh(sampler, policy)
+        update_seconds = watch.lap()
+        train_seconds += rollout_seconds + reward_seconds + update_seconds
+
+        # 5. Log, now and then evaluate and save.
+        out_of_time = config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
+        last = step + 1 == total or out_of_time
+        metrics = {
+            "step": step + 1,
+            "outer_iteration": step // steps + 1,
+            **rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, config),
+            **update_metrics,
+            "learning_rate": learning_rate,
+            "update_shown": float(shown),
+            **speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_seconds),
+            "train_seconds": train_seconds,
+        }
+        if step == 0 and first:
+            metrics |= {f"{name}_before": value for name, value in first.items()}
+        if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
+            metrics |= held_out_accuracy(accelerator, decoder, held_out, config)
+        log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts, advantages, config)
+        log.write(metrics)
+        if debug_every() and step % debug_every() == 0 and accelerator.is_main_process:
+            log.say(explain_first_group(decoder, Scorer(policy, decoder.tables, config.bf16), rollout, step, config))
+        if config.save_every and (step + 1) % config.save_every == 0 and accelerator.is_main_process:
+            save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32)
+        if last:
+            break
+
+    log.close()
+    if accelerator.is_main_process:
+        save_model(policy, tokenizer, folder, policy.source_dtype)
+        print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def warm_start(config, accelerator):
+    """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory."""
+    folder = Path(config.output_dir) / "warm_start"
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
+    given = settings_from_file(sft_train.Config, config.warm_start)
+    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), "overwrite_output_dir": True})
+    done = folder / "finished.json"
+    settings = {k: v for k, v in resolved(sft).items() if k not in ("versions", "commit")}
+    if not (done.exists() and json.loads(done.read_text()) == settings):
+        done.unlink(missing_ok=True)
+        sft_train.train(sft)
+        if accelerator.is_main_process:
+            done.write_text(json.dumps(settings))
+    accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def sample(decoder, batch, config, step, accelerator):
+    """This process's share of the step's rollout, and its problems."""
+    G = config.num_generations
+    mine = batch[shard(len(batch), accelerator)]
+    uniforms = rollout_uniforms(config.seed, step, 0, len(batch) * G, config.max_completion_length)
+    ids, mask = pad_left([p.ids for p in mine], decoder.tables.pad_id)
+    rows = shard(len(batch), accelerator, G)
+    return decoder.rollout(ids, mask, G, config.max_completion_length, uniforms[rows], config.temperature), mine
+
+
+def score(functions, mine, texts, rollout, config, step):
+    """Rewards of this process's rows: totals (a list of N), and each function's own."""
+    G = config.num_generations
+    problems = [p.problem for p in mine for _ in range(G)]
+    return compute_rewards(
+        functions,
+        prompts=[[{"role": "user", "content": p.question}] for p in problems],
+        completions=[[{"role": "assistant", "content": text}] for text in texts],
+        step=step + 1,
+        completion_ids=[ids for ids, _ in rollout.completions()],
+        answer=[p.answer for p in problems],
+        solution=[p.answer for p in problems],
+        answer_format=config.answer_format,
+    )
+
+
+def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, any_signal, config):
+    """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
+    if not any_signal and config.beta == 0:  # Adam's momentum alone would move the weights
+        for _ in range(config.mu):
+            schedule.step()
+        return {"skipped": "no group carries a signal", "grad_norm": 0.0}
+    epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    mask = rollout.mask & rollout.ended[:, None] if config.mask_truncated_completions else rollout.mask
+    counts = accelerator.reduce(torch.tensor([len(mask), mask.sum()], device=mask.device), "sum").tolist()  # device sync
+    weights = token_weights(mask, config.loss_type, *counts, config.max_completion_length)
+    batches = micro_batches(rollout, config.micro_batch_tokens)
+    old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
+    sums = dict.fromkeys(("loss", "kl", "entropy", "clip_low", "clip_high", "logp_diff"), 0.0)
+    furthest, norms, skipped = torch.zeros((), device=mask.device), [], {}
+    for iteration in range(config.mu):
+        losses = []
+        for last, rows in ((i == len(batches) - 1, rows) for i, rows in enumerate(batches)):
+            with contextlib.nullcontext() if last else accelerator.no_sync(scorer):  # one synchronising backward a process
+                logp, entropy = scorer(rollout, rows)
+                if iteration == 0:
+                    old_logp[rows] = logp.detach()
+                    if ref_scorer is not None:
+                        with torch.no_grad():
+                            ref_logp[rows] = ref_scorer(rollout, rows)[0]
+                loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon,
+                                        epsilon_high=epsilon_high, beta=config.beta, ref_logp=ref_logp[rows])  # fmt: skip
+                (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
+            losses.append(loss.detach())
+            kept, difference = mask[rows], (logp.detach() - rollout.logp[rows]).abs()
+            terms |= {"entropy": entropy, "logp_diff": difference}
+            sums["loss"] += losses[-1]
+            for name, value in terms.items():
+                sums[name] += (value.detach() * kept).sum()
+            if iteration == 0:
+                furthest = torch.maximum(furthest, (difference * rollout.mask[rows]).max())
+        stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack(losses), config.max_grad_norm)
+        norms.append(norm)
+        skipped |= {} if stepped else {"skipped": "loss or gradient not finite"}
+    names = list(sums)
+    totals = accelerator.reduce(torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum").tolist()
+    tokens = config.mu * max(counts[1], 1)
+    means = {n: value / (config.mu if n == "loss" else tokens) for n, value in zip(names, totals, strict=True)}
+    return {**means, "logp_diff_max": largest(float(furthest)), "grad_norm": statistics.fmean(norms), **skipped}
+
+
+# What is logged
+
+
+def rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, config):
+    """Metrics of a step's samples over all processes; the README's glossary explains each."""
+    G = config.num_generations
+    groups = all_rewards.view(-1, G)
+    answers = [p.problem.answer for p in mine for _ in range(G)]
+    correct = correctness_reward(None, texts, answers, answer_format=config.answer_format)
+    thinking = rollout.thinking.view(-1, G, rollout.thinking.shape[1])
+    alive = rollout.mask.view_as(thinking).any(1)
+    local = {
+        "correct": [float(c > 0) for c in correct],
+        "length": rollout.lengths.tolist(),
+        "truncated": (~rollout.ended).float().tolist(),
+        "unique": [len(set(texts[i : i + G])) / G for i in range(0, len(texts), G)],
+        "thinking": thinking.sum(1)[alive].float().tolist(),
+        "change": [] if rollout.mix is None else rollout.input_change[rollout.mix.sum(-1).permute(0, 2, 1).reshape(rollout.mask.shape) > 0].tolist(),
+        **{f"reward/{name}": values for name, values in parts.items()},
+    }
+    every = {name: gather_object(values) for name, values in local.items()}
+    mean = {name: statistics.fmean(v for v in values if v is not None) if any(v is not None for v in values) else 0.0 for name, values in every.items()}
+    scored = all_rewards[~all_rewards.isnan()]
+    metrics = {
+        "reward": float(scored.mean()),
+        "reward_std": float(scored.std()),
+        "reward_std_in_group": float(groups.nan_to_num().std(-1).mean()),
+        **{name: mean[name] for name in every if name.startswith("reward/")},
+        "unscored": int(all_rewards.isnan().sum()),
+        "correct": mean["correct"],
+        "frac_reward_zero_std": float(all_equal(groups).float().mean()),
+        "unique_completions": mean["unique"],
+        "completion_length": mean["length"],
+        "completion_length_min": min(every["length"]),
+        "completion_length_max": max(every["length"]),
+        "truncated": mean["truncated"],
+    }
+    if rollout.mix is not None:
+        metrics |= {"thinking_paths": mean["thinking"], "input_change": mean["change"]}
+    return metrics
+
+
+def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_seconds):
+    """Seconds of the parts of a step, and completion tokens a second over all processes."""
+    tokens = sum(gather_object([int(rollout.mask.sum())]))
+    return {
+        "rollout_seconds": rollout_seconds,
+        "reward_seconds": reward_seconds,
+        "update_seconds": update_seconds,
+        "rollout_tokens_per_s": tokens / rollout_seconds,
+        "update_tokens_per_s": tokens / update_seconds,
+    }
+
+
+def log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts, advantages, config):
+    """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom."""
+    G, records = config.num_generations, []
+    for n, ((ids, ended), text) in enumerate(zip(rollout.completions(), texts, strict=True)):
+        problem = mine[n // G].problem
+        records.append({
+            "schema_version": 1, "step": step + 1, "example_id": problem.id, "generation": n % G, "prompt": mine[n // G].prompt, "completion": text,
+            "answer": problem.answer, "extracted": extract_answer(text, config.answer_format),
+            "reward": None if math.isnan(rewards[n]) else rewards[n], "rewards": {name: values[n] for name, values in parts.items()},
+            "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",
+        })  # fmt: skip
+        if accelerator.is_main_process and n < G * config.log_groups:
+            records[-1] |= {"tokens": ids, "logps": [round(v, 4) for v in rollout.logp[n, : len(ids)].tolist()],
+                            "think_end": int(rollout.thinking[n].sum())}  # fmt: skip
+            if rollout.mix is not None:  # (length, G) weights in 1/255
+                weights = (rollout.mix[n // G, : len(ids), n % G] * 255).round().to(torch.uint8).cpu().numpy()
+                records[-1]["mix"] = base64.b64encode(weights.tobytes()).decode()
+    records = gather_object(records)
+    if accelerator.is_main_process:
+        with open(folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def debug_every():
+    """M3PO_DEBUG=N: look inside the first group of every N-th step; unset or 0: never."""
+    value = os.environ.get("M3PO_DEBUG", "0") or "0"
+    if not value.isdigit():
+        raise SettingError("M3PO_DEBUG", value, "must be a whole number: 1 looks inside every step, 10 inside every tenth")
+    return int(value)
+
+
+def explain_first_group(decoder, scorer, rollout, step, config):
+    """The text of M3PO_DEBUG for the first group of this process."""
+    if rollout.mix is None:
+        return "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other"
+    uniforms = rollout_uniforms(config.seed, step, 0, config.num_generations, config.max_completion_length)
+    effect = interaction_effect(scorer, rollout, uniforms)
+    G = config.num_generations
+    sampled, alone = ([[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([ids for ids, _ in rollout.completions()[:G]], effect.pop("alone")))
+    text = describe_interaction(sampled, alone, rollout.mix[0], rollout.thinking[:G], rollout.input_change[:G], **effect)
+    return f"M3PO_DEBUG, step {step + 1}, first group: {text}"
+
+
+def main():
+    config = parse_config(Config, description=__doc__.splitlines()[0])
+    template_kwargs(config)
+    debug_every()
+    train(config)
+
+
+if __name__ == "__main__":
+    run_main(main)

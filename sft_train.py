@@ -1,0 +1,149 @@
+"""Supervised warm start: the same prompts, worked solutions written in the chosen answer format, loss on the response only.
+
+    python sft_train.py --model DIR --dataset gsm8k --output_dir sft_model
+
+It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it by itself.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from config import TrainConfig, parse_config, run_main, setting
+from data import DataError, chat_eos_id, pad_left, pad_right
+from generation import GroupDecoder, Rollout
+from rewards import ANSWER_FORMATS
+from training import (
+    MetricsLog,
+    Scorer,
+    Stopwatch,
+    guarded_step,
+    held_out_accuracy,
+    largest,
+    load_model,
+    load_tokenizer,
+    make_optimizer,
+    micro_batches,
+    open_output,
+    prepare_problems,
+    problem_batch,
+    refresh,
+    rollout_dtype,
+    save_model,
+    shard,
+    start_processes,
+    steps_to_do,
+    wrap,
+)
+
+SHOWN = {"loss": "loss", "eval_accuracy": "held-out", "grad_norm": "grad", "learning_rate": "lr", "step_seconds": "s", "skipped": "SKIPPED:"}
+# What a warm start takes from the GRPO run it belongs to, unless its own file says otherwise.
+INHERITED = {
+    "model", "dataset", "split", "question_column", "answer_column", "solution_column", "limit", "answer_format", "system_prompt_file",
+    "chat_template_kwargs", "max_prompt_length", "max_completion_length", "micro_batch_tokens", "gradient_checkpointing", "bf16", "eval_problems",
+    "cpu_threads", "seed", "trust_remote_code",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of a supervised run."""
+
+    output_dir: str = setting("sft_model", "where the model, metrics.jsonl and run_config.yaml go")
+    batch_size: int = setting(32, "problems a step, over all processes")
+    num_epochs: float | None = setting(1.0, "passes over the problems; leave it empty (null) to count num_steps")
+    learning_rate: float = setting(1e-5, "peak learning rate of AdamW")
+    max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
+    lr_scheduler_type: str = setting("linear", "learning rate after the warm-up: constant, linear or cosine")
+    warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
+    eval_every: int = setting(0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never")
+
+
+def responses(problems, tokenizer, config):
+    """The ids to learn for each problem, EOS of the chat template at the end, and which problems have them within max_completion_length."""
+    answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer)
+    kept = []
+    for p in problems:
+        reasoning, marker, answer = p.problem.solution.rpartition("####")
+        if not marker:
+            raise DataError(f"{config.dataset}: problem {p.problem.id} has no worked solution ending in `#### answer`, which supervised training needs")
+        text = answer_format.write(reasoning.strip(), answer.strip())
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [eos]
+        if len(ids) <= config.max_completion_length:
+            kept.append((p, ids))
+    if not kept:
+        raise DataError(f"{config.dataset}: no solution fits into max_completion_length={config.max_completion_length} tokens; raise it")
+    return kept
+
+
+def as_rollout(pairs, tables, device):
+    """Prompts and given responses in the shape of a rollout (G = 1, nobody listens), for the one scored forward."""
+    prompt_ids, prompt_mask = pad_left([p.ids for p, _ in pairs], tables.pad_id)
+    ids, mask = pad_right([ids for _, ids in pairs], tables.pad_id)
+    blank = torch.zeros(ids.shape)
+    out = Rollout(prompt_ids, prompt_mask, ids, mask, blank, torch.ones(len(ids), dtype=torch.bool), blank.bool(), num_generations=1, temperature=1.0)
+    return Rollout(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(out).items()})
+
+
+def train(config):
+    """Run a whole supervised training; returns the output directory."""
+    accelerator = start_processes(config)
+    tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+    problems, held_out, skipped = prepare_problems(config, tokenizer)
+    pairs = responses(problems, tokenizer, config)
+    folder = open_output(config, accelerator)
+    load = dict(name=config.model, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    policy = load_model(dtype=torch.float32, **load).train()
+    if config.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
+    decoder = GroupDecoder(sampler, tokenizer)
+    scorer = wrap(accelerator, Scorer(policy, decoder.tables, config.bf16))
+    total = steps_to_do(config, len(pairs))
+    optimizer, schedule = make_optimizer(policy, config, total)
+    log = MetricsLog(folder, total, SHOWN, accelerator)
+    log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
+    train_seconds = 0.0
+
+    for step in range(total):
+        watch = Stopwatch(accelerator.device)
+        chosen = [pairs[i] for i in problem_batch(len(pairs), config.batch_size, step, config.seed)]
+        batch = as_rollout(chosen[shard(len(chosen), accelerator)], decoder.tables, accelerator.device)
+        tokens = sum(len(ids) for _, ids in chosen)  # of all processes
+        learning_rate, losses = schedule.get_last_lr()[0], []
+        batches = micro_batches(batch, config.micro_batch_tokens)
+        for i, rows in enumerate(batches):
+            with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(scorer):
+                logp, _ = scorer(batch, rows)
+                loss = -logp.sum() / tokens
+                (loss * accelerator.num_processes).backward()
+            losses.append(loss.detach())
+        stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack(losses), config.max_grad_norm)
+        loss = float(accelerator.reduce(torch.stack(losses).sum(), "sum"))
+        seconds = watch.lap()
+        train_seconds += seconds
+        last = step + 1 == total or (config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes)
+        metrics = {"step": step + 1, "loss": loss, "perplexity": math.exp(min(loss, 50)), "grad_norm": norm, "learning_rate": learning_rate,
+                   "tokens": tokens, "step_seconds": seconds, "train_seconds": train_seconds}  # fmt: skip
+        metrics |= {} if stepped else {"skipped": "loss or gradient not finite"}
+        if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
+            refresh(sampler, policy)
+            metrics |= held_out_accuracy(accelerator, decoder, held_out, config)
+        log.write(metrics)
+        if last:
+            break
+    log.close()
+    if accelerator.is_main_process:
+        save_model(policy, tokenizer, folder, policy.source_dtype)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def main():
+    train(parse_config(Config, description=__doc__.splitlines()[0]))
+
+
+if __name__ == "__main__":
+    run_main(main)

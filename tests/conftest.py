@@ -1,0 +1,84 @@
+"""Session fixtures: a byte-level BPE tokenizer trained in place and tiny random models of five families. Offline, one thread."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+torch.set_num_threads(1)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "Respond in the following format: <reasoning> ... </reasoning> <answer> ... </answer>",
+    "Ann has 12 pens and gets 5 more. How many pens does Ann have now? 12 + 5 = 17. #### 17 \\boxed{17}",
+] * 20
+EXTRA_IDS = 7  # the models' heads are wider than the tokenizer, as Qwen's is
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "gpt2"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """About 300 tokens; `</reasoning>` splits, and two EOS ids exist: <|im_end|> and <|endoftext|>."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    raw.train_from_iterator(CORPUS, trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left")
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def build_model(family, tokenizer, seed=0):
+    """A random two-layer model whose logits are lively enough to give varied text."""
+    ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    shared = dict(vocab_size=len(tokenizer) + EXTRA_IDS, max_position_embeddings=512, initializer_range=0.15, **ids)
+    config = {
+        "llama": lambda: LlamaConfig(**SMALL, **shared),
+        "qwen2": lambda: Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, **shared),
+        "qwen3": lambda: Qwen3Config(**SMALL, **shared),
+        "gemma3": lambda: Gemma3TextConfig(**SMALL, **shared, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "gpt2": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, **shared),
+    }[family]()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def model(request, tokenizer):
+    return build_model(request.param, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def llama(tokenizer):
+    return build_model("llama", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer):
+    """Five prompts of different lengths, as ids."""
+    texts = ["Ann has 12 pens.", "How many?", "Ann has 12 pens and gets 5 more. How many pens does Ann have now?", "a", "pens and more pens, 12 of them"]
+    return [tokenizer(text)["input_ids"] for text in texts]

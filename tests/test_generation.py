@@ -1,0 +1,291 @@
+"""The decoder against transformers' own `generate` and against a slow reference that has no cache, no padding and no batch."""
+
+import math
+
+import pytest
+import torch
+
+from conftest import build_model
+from data import pad_left
+from generation import GroupDecoder, Interaction, delimiter_automaton, eos_token_ids, inverse_cdf, keep_top, rollout_uniforms, token_bytes, token_tables
+
+T = 24
+
+
+def sampled(decoder, prompts, G=3, length=T, temperature=1.0, seed=0, **kwargs):
+    ids, mask = pad_left(prompts, decoder.tables.pad_id)
+    uniforms = rollout_uniforms(seed, 0, 0, len(prompts) * G, length)
+    return decoder.rollout(ids, mask, G, length, uniforms, temperature, **kwargs)
+
+
+def slow_group(model, prompt, uniforms, *, num_real, eos, closes, lam, tau, temperature=1.0, similarity="distribution"):
+    """M3PO by the letter for one group: every path recomputed from its first token at every step, plain Python for the weights.
+
+    `closes(ids)` says whether the text of the ids has ended the thinking. Returns ids, log-probs (lists a path) and mix[t][i][j].
+    """
+    embed, G = model.get_input_embeddings(), len(uniforms)
+    inputs = [embed(torch.tensor([prompt])) for _ in range(G)]
+    ids, logps, mixes, done = [[] for _ in range(G)], [[] for _ in range(G)], [], [False] * G
+    for t in range(uniforms.shape[1]):
+        logits = [model(inputs_embeds=x).logits[0, -1, :num_real] for x in inputs]
+        for i in range(G):
+            if done[i]:
+                continue
+            p = torch.softmax(logits[i] / temperature, -1).double()
+            token = min(int((p.cumsum(-1) <= uniforms[i, t].double() * p.sum()).sum()), num_real - 1)
+            ids[i].append(token)
+            logps[i].append(float(p[token].log()))
+            done[i] = token in eos
+        if all(done):
+            break
+        thinks = [not done[i] and not closes(ids[i]) for i in range(G)]
+        vectors = [torch.softmax(x, -1) if similarity == "distribution" else embed(torch.tensor(y[-1])) for x, y in zip(logits, ids, strict=True)]
+        mix = [[0.0] * G for _ in range(G)]
+        for i in range(G):
+            peers = [j for j in range(G) if j != i and thinks[j] and thinks[i]]
+            scores = [math.exp((1.0 if similarity == "mean" else float(torch.cosine_similarity(vectors[i], vectors[j], dim=0))) / tau) for j in peers]
+            for j, s in zip(peers, scores, strict=True):
+                mix[i][j] = s / sum(scores)
+        mixes.append(mix)
+        own = [embed(torch.tensor([y[-1]])) for y in ids]
+        for i in range(G):
+            if not done[i]:
+                heard = sum((mix[i][j] * own[j] for j in range(G)), torch.zeros_like(own[i]))
+                h = (1 - lam) * own[i] + lam * heard if any(mix[i]) else own[i]
+                inputs[i] = torch.cat([inputs[i], h[None]], 1)
+    return ids, logps, mixes
+
+
+@pytest.mark.parametrize("similarity", ["distribution", "embedding", "mean"])
+@torch.no_grad()
+def test_paths_that_interact_are_sampled_as_the_formulas_say(model, tokenizer, prompts, similarity):
+    decoder = GroupDecoder(model, tokenizer, "5", Interaction(0.3, 0.1, similarity))
+    out = sampled(decoder, prompts[:3], temperature=0.9)
+    uniforms = rollout_uniforms(0, 0, 0, 9, T)
+    heard = 0
+    for b, prompt in enumerate(prompts[:3]):
+        ids, logps, mixes = slow_group(
+            model, prompt, uniforms[3 * b : 3 * b + 3], num_real=len(tokenizer), eos=decoder.tables.eos_ids, lam=0.3, tau=0.1, temperature=0.9,
+            closes=lambda x: "5" in tokenizer.decode(x, skip_special_tokens=True), similarity=similarity,
+        )  # fmt: skip
+        for i in range(3):
+            n = 3 * b + i
+            assert out.ids[n][out.mask[n]].tolist() == ids[i]
+            assert torch.allclose(out.logp[n][out.mask[n]], torch.tensor(logps[i]), atol=1e-4)
+        for t, mix in enumerate(mixes[: out.mix.shape[1] - 1]):
+            assert torch.allclose(out.mix[b, t], torch.tensor(mix), atol=1e-4)
+            heard += int(torch.tensor(mix).sum() > 0)
+    assert heard > 20, "the test is about paths that listen"
+
+
+@torch.no_grad()
+def test_lambda_zero_is_plain_sampling_token_for_token(model, tokenizer, prompts):
+    plain = sampled(GroupDecoder(model, tokenizer), prompts)
+    zero = sampled(GroupDecoder(model, tokenizer, "</reasoning>", Interaction(0.0)), prompts)
+    assert zero.mix is None
+    assert torch.equal(plain.ids, zero.ids)
+    assert torch.equal(plain.logp, zero.logp)
+
+
+@torch.no_grad()
+def test_a_group_that_has_stopped_thinking_is_plain_sampling_bit_for_bit(llama, tokenizer, prompts):
+    plain = sampled(GroupDecoder(llama, tokenizer), prompts)
+    decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.5))
+    decoder.tables.next_state[:] = len(decoder.tables.next_state) - 1  # every token closes the reasoning
+    stopped = sampled(decoder, prompts)
+    assert torch.equal(plain.ids, stopped.ids)
+    assert torch.equal(plain.logp, stopped.logp)
+    assert not stopped.mix.any()
+    assert not stopped.input_change.any()
+
+
+@torch.no_grad()
+def test_groups_never_see_each_other(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
+    together = sampled(decoder, prompts[:2])
+    uniforms = rollout_uniforms(0, 0, 0, 6, T)
+    ids, mask = pad_left(prompts[1:2], decoder.tables.pad_id)
+    alone = decoder.rollout(ids, mask, 3, T, uniforms[3:])
+    assert [r for r, _ in together.completions()[3:]] == [r for r, _ in alone.completions()]
+
+
+@torch.no_grad()
+def test_the_token_that_closes_the_reasoning_neither_gives_nor_receives(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    out = sampled(decoder, prompts, G=4)
+    closed = 0
+    for n in range(len(out.ids)):
+        b, i = divmod(n, 4)
+        for t in range(out.mix.shape[1] - 1):
+            text = tokenizer.decode(out.ids[n][: t + 1][out.mask[n][: t + 1]], skip_special_tokens=True)
+            thinks = "e" not in text and bool(out.mask[n, t]) and int(out.ids[n, t]) not in decoder.tables.eos_ids
+            assert bool(out.thinking[n, t]) == thinks
+            if not thinks:
+                closed += 1
+                assert not out.mix[b, t, i].any()
+                assert not out.mix[b, t, :, i].any()
+    assert closed > 20
+
+
+@torch.no_grad()
+def test_greedy_decoding_equals_generate_in_every_family(model, tokenizer, prompts):
+    decoder = GroupDecoder(model, tokenizer)
+    for (ids, _), prompt in zip((a[0] for a in decoder.complete(prompts, T)), prompts, strict=True):
+        assert ids == generate(model, tokenizer, [prompt], decoder)[0], "a row in a ragged batch, against generate on the row alone"
+    for (ids, _), expected in zip((a[0] for a in decoder.complete(prompts, T)), generate(model, tokenizer, prompts, decoder), strict=True):
+        assert ids == expected, "against generate on the same left-padded batch"
+
+
+def generate(model, tokenizer, prompts, decoder):
+    """transformers' greedy completions as lists of ids with their EOS; ids past the tokenizer suppressed, as ours never has them."""
+    ids, mask = pad_left(prompts, tokenizer.pad_token_id)
+    beyond = list(range(len(tokenizer), model.config.vocab_size))
+    made = model.generate(input_ids=ids, attention_mask=mask.long(), max_new_tokens=T, do_sample=False, suppress_tokens=beyond)[:, ids.shape[1] :]
+    rows = []
+    for row in made.tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in decoder.tables.eos_ids), len(row))
+        rows.append(row[:end])
+    return rows
+
+
+@torch.no_grad()
+def test_a_sample_does_not_depend_on_its_batch(model, tokenizer, prompts):
+    decoder = GroupDecoder(model, tokenizer)
+    at_once = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=100)
+    one_by_one = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=1)
+    assert at_once == one_by_one
+    assert at_once != decoder.complete(prompts, T, samples=2, temperature=0.8, seed=4)
+
+
+@torch.no_grad()
+def test_nothing_counts_after_the_first_eos(model, tokenizer, prompts):
+    decoder = GroupDecoder(model, tokenizer)
+    out = sampled(decoder, prompts, G=8, length=60)
+    assert out.ended.any()
+    for n in range(len(out.ids)):
+        eos = [t for t, token in enumerate(out.ids[n][out.mask[n]].tolist()) if token in decoder.tables.eos_ids]
+        assert out.mask[n].long().diff().le(0).all(), "the mask is a prefix"
+        assert eos == ([int(out.mask[n].sum()) - 1] if out.ended[n] else []), "EOS is the last counted token and the only one"
+
+
+@torch.no_grad()
+def test_both_eos_ids_end_a_completion(llama, tokenizer, prompts):
+    out = sampled(GroupDecoder(llama, tokenizer), prompts, G=60, length=40)
+    last = {int(out.ids[n][out.mask[n]][-1]) for n in range(len(out.ids)) if out.ended[n]}
+    assert last == {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+
+
+def test_eos_is_the_union_of_tokenizer_config_and_generation_config(tokenizer):
+    model = build_model("llama", tokenizer)
+    model.config.eos_token_id, model.generation_config.eos_token_id = 7, [9, 11]
+    assert eos_token_ids(tokenizer, model) == sorted({tokenizer.eos_token_id, 7, 9, 11})
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer):
+    model = build_model("llama", tokenizer)
+    model.resize_token_embeddings(100)
+    with pytest.raises(ValueError, match="do not belong together"):
+        token_tables(tokenizer, model)
+
+
+@torch.no_grad()
+def test_an_id_the_tokenizer_does_not_have_is_never_sampled(tokenizer, prompts):
+    """NeMo-RL#237: an embedding wider than the tokenizer, here with heads that would always choose an id past it."""
+    model = build_model("gpt2", tokenizer)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    model.lm_head.bias[len(tokenizer) :] = 50.0
+    decoder = GroupDecoder(model, tokenizer)
+    assert int(sampled(decoder, prompts, G=8).ids.max()) < len(tokenizer)
+    assert max(max(a[0][0]) for a in decoder.complete(prompts, T)) < len(tokenizer)
+
+
+@torch.no_grad()
+def test_generation_config_cannot_narrow_the_distribution(tokenizer, prompts):
+    """TRL#5783: the model's own temperature, top_k and penalties leaked into sampling."""
+    model = build_model("llama", tokenizer)
+    before = sampled(GroupDecoder(model, tokenizer), prompts)
+    model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True, min_p=0.9)
+    assert torch.equal(before.ids, sampled(GroupDecoder(model, tokenizer), prompts).ids)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@torch.no_grad()
+def test_frequencies_are_those_of_the_softmax_at_the_temperature(llama, tokenizer, prompts, temperature):
+    """Each token's count within 5 standard deviations of the binomial's, and a chi-square over all that is not extreme."""
+    decoder, draws = GroupDecoder(llama, tokenizer), 20000
+    ids, mask = pad_left(prompts[:1], tokenizer.pad_token_id)
+    out = decoder.rollout(ids, mask, draws, 1, rollout_uniforms(5, 0, 0, draws, 1), temperature)
+    logits = llama(input_ids=ids).logits[0, -1, : len(tokenizer)].double() / temperature
+    p = logits.softmax(-1)
+    counts = torch.bincount(out.ids[:, 0], minlength=len(tokenizer)).double()
+    assert ((counts - draws * p).abs() <= 5 * (draws * p * (1 - p)).sqrt() + 1).all()
+    often = p * draws >= 5
+    chi2 = ((counts - draws * p) ** 2 / (draws * p))[often].sum()
+    assert chi2 < often.sum() + 5 * math.sqrt(2 * often.sum())
+    assert torch.allclose(out.logp[:, 0].double(), p.log()[out.ids[:, 0]], atol=1e-5)
+
+
+def test_inverse_cdf_is_the_first_id_whose_running_sum_passes_u():
+    probs = torch.tensor([[0.0, 0.25, 0.25, 0.0, 0.5, 0.0]])
+    for u, expected in [(0.0, 1), (0.2499, 1), (0.25, 2), (0.4999, 2), (0.5, 4), (0.999, 4), (1 - 2**-24, 4), (1.0, 4)]:
+        for block in (1, 2, 3, 512):
+            assert int(inverse_cdf(probs, torch.tensor([u]), block)) == expected, (u, block)
+
+
+def test_inverse_cdf_agrees_with_a_float64_search_and_never_picks_an_impossible_id():
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(4000, 1337, generator=generator)
+    logits[:, 5::7] = -torch.inf
+    probs, u = logits.softmax(-1), torch.rand(4000, generator=generator)
+    u[:10], u[10:20] = 0.0, 1 - 2**-24
+    got = inverse_cdf(probs, u)
+    exact = torch.searchsorted(probs.double().cumsum(-1), (u.double() * probs.double().sum(-1))[:, None], right=True).squeeze(1)
+    assert (probs.gather(1, got[:, None]) > 0).all()
+    assert (got == exact.clamp(max=1336)).float().mean() > 0.998, "float32 rounding may move a draw that lies on an edge"
+
+
+def test_no_two_rows_share_draws_and_the_draws_depend_on_seed_step_and_retry():
+    """TRL PR#2824: every process drew the same completions."""
+    first = rollout_uniforms(1, 2, 0, 64, 32)
+    assert len({tuple(row) for row in first.tolist()}) == 64
+    for other in [(2, 2, 0), (1, 3, 0), (1, 2, 1), (3, 2, 0)]:
+        assert not torch.equal(first, rollout_uniforms(*other, 64, 32))
+    assert torch.equal(first, rollout_uniforms(1, 2, 0, 64, 32))
+    assert float(first.min()) >= 0
+    assert float(first.max()) < 1
+
+
+def test_top_k_and_top_p_keep_what_they_say():
+    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
+    assert keep_top(logits, 1, 1.0).exp().gt(0).tolist() == [[True, False, False, False]]
+    assert keep_top(logits, 0, 0.6).exp().gt(0).sum() == 2
+    assert torch.equal(keep_top(logits, 0, 1.0), logits)
+
+
+@pytest.mark.parametrize("delimiter", ["</reasoning>", "####", "\\boxed{", "aab", "</think>"])
+def test_the_automaton_sees_the_delimiter_where_the_text_has_it(tokenizer, delimiter):
+    """However the text is cut into tokens: all ways a byte-level tokenizer may split or merge it."""
+    pieces = token_bytes(tokenizer, len(tokenizer))
+    table = delimiter_automaton(pieces, delimiter)
+    generator = torch.Generator().manual_seed(1)
+    alphabet = [i for i, piece in enumerate(pieces) if piece and all(chr(b) in delimiter + " \n" for b in piece)]
+    seen = 0
+    for trial in range(400):
+        ids = [alphabet[int(k)] for k in torch.randint(len(alphabet), (12,), generator=generator)]
+        if trial % 2:
+            ids[4:4] = tokenizer(delimiter)["input_ids"]
+        state = 0
+        for k, token in enumerate(ids):
+            state = int(table[state, token])
+            assert (state == len(table) - 1) == (delimiter in tokenizer.decode(ids[: k + 1], skip_special_tokens=True))
+        seen += state == len(table) - 1
+    assert seen >= 200
+
+
+def test_the_bytes_of_tokens_make_the_decoded_text(tokenizer):
+    pieces = token_bytes(tokenizer, len(tokenizer))
+    text = "Ann's naïve café </reasoning>\n#### 17 日本 \\boxed{½}"
+    ids = tokenizer(text)["input_ids"]
+    assert b"".join(pieces[i] for i in ids).decode() == text == tokenizer.decode(ids)
+    assert pieces[tokenizer.eos_token_id] == b"", "special tokens are not part of a text"

@@ -1,0 +1,99 @@
+"""Cross-path weights and blending, on numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+
+from m3po_module import apply_cross_path_interaction, apply_cross_path_interaction_batch, blend, cross_path_weights, describe_interaction, path_features
+
+# Three paths: 0 and 1 at a right angle, 2 at 45 degrees to both: cosines 0, sqrt(1/2), sqrt(1/2).
+FEATURES = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]])
+ALL = torch.ones(1, 3, dtype=torch.bool)
+
+
+def test_weights_are_the_softmax_of_cosines_over_the_other_paths():
+    weights = cross_path_weights(FEATURES, ALL, temperature=0.5)[0]
+    a = math.exp(math.sqrt(0.5) / 0.5)  # against exp(0 / 0.5) = 1
+    expected = torch.tensor([[0, 1 / (1 + a), a / (1 + a)], [1 / (1 + a), 0, a / (1 + a)], [0.5, 0.5, 0]])
+    assert torch.allclose(weights, expected, atol=1e-6)
+
+
+def test_a_left_out_pair_has_weight_zero_and_not_exp_zero():
+    """The paper's formula writes 0 before the softmax; its intention is no contribution."""
+    weights = cross_path_weights(FEATURES, torch.tensor([[True, True, False]]), temperature=0.1)[0]
+    assert weights.tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("thinking", [[True, False, False], [False, False, False]])
+def test_a_path_without_thinking_peers_has_a_zero_row_and_keeps_its_embedding_bit_for_bit(thinking):
+    weights = cross_path_weights(FEATURES, torch.tensor([thinking]), temperature=0.1)
+    assert not weights.any()
+    embeds = torch.randn(1, 3, 5).bfloat16()
+    assert torch.equal(blend(embeds, weights, 0.3), embeds)
+
+
+def test_weights_are_finite_where_cosines_are_far_over_the_temperature_or_a_feature_is_zero():
+    features = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
+    weights = cross_path_weights(features, ALL, temperature=1e-4)
+    assert torch.isfinite(weights).all()
+    assert torch.allclose(weights.sum(-1), torch.ones(1, 3))
+
+
+def test_mean_similarity_is_uniform_over_thinking_peers():
+    embeds = torch.randn(4, 6)
+    features = path_features("mean", torch.rand(4, 9), embeds).view(1, 4, -1)
+    weights = cross_path_weights(features, torch.tensor([[True, True, False, True]]), 0.1)[0]
+    assert torch.allclose(weights[0], torch.tensor([0, 0.5, 0, 0.5]))
+
+
+def test_blend_is_one_minus_lambda_of_its_own_and_lambda_of_the_heard():
+    embeds = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [4.0, 4.0]]])
+    weights = torch.tensor([[[0, 0.25, 0.75], [0, 0, 0], [1.0, 0, 0]]])
+    expected = torch.tensor([[[0.8 + 0.2 * 3.0, 0.2 * (0.25 + 3.0)], [0.0, 1.0], [0.8 * 4 + 0.2, 0.8 * 4]]])
+    assert torch.allclose(blend(embeds, weights, 0.2), expected)
+
+
+def test_gradients_reach_the_embeddings_of_all_heard_paths_and_no_weight():
+    embeds = torch.randn(1, 3, 4, requires_grad=True)
+    weights = cross_path_weights(FEATURES, ALL, 0.1).requires_grad_()
+    blend(embeds, weights, 0.5)[0, 0].sum().backward()
+    assert torch.allclose(embeds.grad[0], (torch.tensor([0.5, 0, 0]) + 0.5 * weights[0, 0].detach())[:, None].expand(3, 4))
+    assert weights.grad is None
+
+
+def test_blend_does_not_write_into_its_arguments():
+    embeds, weights = torch.randn(1, 3, 4), cross_path_weights(FEATURES, ALL, 0.1)
+    before = embeds.clone(), weights.clone()
+    blend(embeds, weights, 0.5)
+    assert torch.equal(embeds, before[0])
+    assert torch.equal(weights, before[1])
+
+
+def test_the_two_functions_with_the_original_names_agree_and_keep_groups_apart():
+    embeds = torch.randn(6, 5)
+    mask = [True, True, False, True, True, True]
+    batch = apply_cross_path_interaction_batch(embeds, 3, mask, lambda_blend=0.2, temperature=0.3)
+    single = torch.cat([apply_cross_path_interaction(embeds[i : i + 3], mask[i : i + 3], 0.2, 0.3) for i in (0, 3)])
+    assert torch.allclose(batch, single)
+    assert torch.equal(batch[2], embeds[2])
+    other = embeds.clone()
+    other[3:] = 7.0
+    assert torch.equal(apply_cross_path_interaction_batch(other, 3, mask, 0.2, 0.3)[:3], batch[:3])
+    assert torch.equal(apply_cross_path_interaction_batch(embeds, 3), apply_cross_path_interaction_batch(embeds, 3, torch.ones(6, dtype=torch.bool)))
+
+
+def test_rows_that_do_not_make_whole_groups_are_refused():
+    with pytest.raises(ValueError, match="num_generations=4"):
+        apply_cross_path_interaction_batch(torch.randn(6, 5), 4)
+
+
+def test_the_debug_text_says_who_was_heard_and_which_tokens_turned():
+    mix = torch.zeros(2, 2, 2)
+    mix[0] = torch.tensor([[0, 1.0], [1.0, 0]])
+    text = describe_interaction(
+        [["a", "x"], ["b", "y"]], [["a", "z"], ["b", "y"]], mix, torch.ones(2, 2, dtype=torch.bool), torch.full((2, 2), 0.125), torch.ones(1, 2, 2), torch.zeros(2)
+    )  # fmt: skip
+    assert "path 0: heard somebody at 1 of 2 tokens; 1 (1.00); inputs moved by 12.5%" in text
+    assert "1 of 4 tokens would have been others" in text
+    assert "path 0, token 2: 'x' instead of 'z', having heard: path 1 said 'b' (1.00)" in text

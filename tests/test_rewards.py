@@ -1,0 +1,481 @@
+"""Extraction, number reading and rewards, on cases worked by hand; a shared file of graded completions is checked too where it is there."""
+
+import json
+import math
+import random
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from rewards import (
+    ANSWER_FORMATS,
+    REWARD_SETS,
+    SYSTEM_PROMPT,
+    RewardError,
+    combined_reward,
+    compute_rewards,
+    correctness_reward,
+    extract_answer,
+    format_reward,
+    hash_reward,
+    last_number,
+    load_reward,
+    parse_number,
+)
+
+GRADED = Path(__file__).parents[2] / "shared" / "cases" / "grading.jsonl"
+
+NUMBERS = {
+    "17": "17", "-3": "-3", "+8": "8", "007": "7", "-0": "0", "12.50": "25/2", "12.": "12", ".25": "1/4", "-.5": "-1/2", "8.0.": "8",
+    "2,500": "2500", "-12,345,678.5": "-24691357/2", "75%": "75", "75 %": "75", "75\\%": "75", "75 percent": "75",
+    "$18": "18", "\\$18": "18", "€7.50": "15/2", "£9": "9", "¥300": "300", "₹1,000": "1000", "US$4": "4", "9 €": "9", "$ 5": "5",
+    "-$6": "-6", "$-6": "-6", "- 6": "-6", "a loss of -$6.": "-6", "−6": "-6", "x = −6": "-6", "x=-6": "-6", "–6": "-6", "－６": "-6",
+    "(6)": "6", "**19**": "19", "*19*": "19", "`19`": "19", "$19$": "19", "\\(19\\)": "19", "\\boxed{19}": "19", '"19"': "19",
+    "２７": "27", "１，２００．５": "2401/2", "٢٧": "27", "٣٫٥": "7/2", "२७": "27", "𝟐𝟕": "27",
+    "4e3": "4000", "4E+3": "4000", "25e-1": "5/2", "3/8": "3/8", "-6/8": "-3/4", "6/-8": "-3/4", "3 / 8 cup": "3/8", "1,000/8": "125",
+    "19 eggs": "19", "19kg": "19", "19cm": "19", "19m": "19", "19°": "19", "19^\\circ": "19", "-5°C": "-5", "60 km/h": "60", "$4/hour": "4",
+    "19\\text{ cm}": "19", "19\\,\\mathrm{m}": "19", "10,\\!000": "10000", "10{,}000": "10000", "there are 19 eggs left.": "19", "n = 19": "19",
+    "答案是19": "19", "19个": "19", "\n\t19 \u00a0": "19", "19 (nineteen)": "19", "5 o'clock": "5", "19 a day": "19", "the 5th": "5",
+}  # fmt: skip
+NOT_NUMBERS = (
+    "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²", "5⁻", "½", "3½", "Ⅳ", "①", "∞",
+    "12-5", "12 - 5", "12–5", "6 or 7", "6 and 7", "6, 7", "6/7/8", "6.7.8", "6:30", "6 to 7", "1.234,5", "1,23", "12,34,567", "1,2345", "1234,567",
+    "1,,234", "0,5", ",5", "..5", "...5", "1 234", "1'000", "2 3/4", "0.5/2", "1/0", "0/0", "1/2.5", "7=8", "(1,2)", "\\{5\\}",
+    "7 million", "7million", "7 (in millions)", "$7M", "$7m", "7k", "7K", "7 thousand", "7 hundred", "7 dozen eggs", "7 billion", "7bn", "7 lakh", "7万",
+    "7 and a half", "7 tenths", "7 squared", "minus 7", "negative 7", "not 7", "half of 7", "twice 7", "7!", "2^5", "2^n", "2ⁿ", "√9", "3*9", "3+9", "3×9",
+    "x·9", "9·x", "x2", "H2O", "0x1F", "0xF", "2x", "2 x", "3i", "3e", "10\\pi", "10π", "10\\sqrt{3}", "\\sqrt2", "\\frac12", "\\frac{1}{2}", "\\dfrac34",
+    "f(5)", "x-5", "x - 5", "x -5", "x + 5", "5 + x", "5-x", "5/x", "x/5", "--5", "+-5", "±5", "> 5", "x ≥ 5", "≠ 5", "|5|", "5‰", "0.333...", "0.3̅", "0.3…",
+    "1e2e3", "1e99999", "1e-99999", "1e4000000", "9" * 4301, "0." + "3" * 5000, "1e" + "0" * 5000, "9^{9^9}", "__import__('os').system('7')",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_a_text_with_one_number_is_read_exactly(text):
+    assert parse_number(text) == Fraction(NUMBERS[text])
+
+
+@pytest.mark.parametrize("text", NOT_NUMBERS)
+def test_a_text_without_exactly_one_number_is_no_number(text):
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize("thing", [None, 5, 5.0, ["5"], b"5"])
+def test_what_is_not_text_is_no_number(thing):
+    assert parse_number(thing) is None
+
+
+def test_numbers_are_compared_as_rationals_not_as_floats():
+    assert parse_number("0.1") == Fraction(1, 10)
+    assert parse_number("9007199254740993") != parse_number("9007199254740992")
+    assert parse_number("0.3333333333333333333") != parse_number("1/3")
+
+
+def test_the_largest_numbers_allowed_are_still_numbers():
+    assert parse_number("9" * 4300) == 10**4300 - 1
+    assert parse_number("1e4300") == 10**4300
+    assert parse_number("1e-4300") == Fraction(1, 10**4300)
+
+
+EXTRACTIONS = [
+    ("xml", "<reasoning>\na\n</reasoning>\n<answer>\n 7 \n</answer>\n", "7"),
+    ("xml", "<answer>6</answer> no <answer>7</answer> done <b>8</b>", "7"),
+    ("xml", "<answer><answer>7</answer></answer>", "7"),
+    ("xml", "<answer>7</answer></answer>", "7"),
+    ("xml", "<answer>7</answer><|im_end|>", "7"),
+    ("xml", "<answer>\n7", None),
+    ("xml", "<answer>6</answer>\n<answer>7", None),
+    ("xml", "</answer>7<answer>", None),
+    ("xml", "The answer is 7.", None),
+    ("xml", "<ANSWER>7</ANSWER>", None),
+    ("xml", "<answer></answer>", ""),
+    ("xml", "<answer>\n...\n</answer>", None),
+    ("xml", "#### 7", None),
+    ("hash", "a\n#### 7", "7"),
+    ("hash", "a\n####7 \r\nand 8", "7"),
+    ("hash", "#### 7 eggs\nCheck: 8", "7 eggs"),
+    ("hash", "#### 6\n#### 7", "7"),
+    ("hash", "a\n####", None),
+    ("hash", "#### \n7", None),
+    ("hash", "#### ...", None),
+    ("hash", "### 7", None),
+    ("hash", "so 7", None),
+    ("boxed", r"\boxed{6} no, \boxed{7}.", "7"),
+    ("boxed", r"\boxed{\frac{1}{\sqrt{3}}} and {x}", r"\frac{1}{\sqrt{3}}"),
+    ("boxed", r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    ("boxed", r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+    ("boxed", r"{ } } \boxed {7} {", "7"),
+    ("boxed", r"\\boxed{7}", "7"),
+    ("boxed", r"\boxed{7 \\} and", r"7 \\"),
+    ("boxed", r"\fbox{7}", "7"),
+    ("boxed", r"\boxed{6} \fbox{7}", "6"),
+    ("boxed", r"\boxed{6} \boxed{7", "6"),
+    ("boxed", r"\boxed{7", None),
+    ("boxed", r"\boxed 7", None),
+    ("boxed", r"\boxed{}", ""),
+    ("boxed", "7", None),
+    ("r1", "<think>6</think> <answer>7</answer>", "7"),
+    ("r1", r"<think>\boxed{6}</think> <answer>7</answer>", "7"),
+    ("r1", r"<think>a</think> <answer>It is $\boxed{7}$ or $\boxed{\frac12}$.</answer>", r"\frac12"),
+    ("r1", r"<think>a</think> <answer>\boxed{7</answer>", r"\boxed{7"),
+    ("r1", r"<think>a</think> \boxed{7}", None),
+]
+
+
+@pytest.mark.parametrize(("answer_format", "text", "expected"), EXTRACTIONS)
+def test_the_extractor_finds_what_the_format_says_and_nothing_else(answer_format, text, expected):
+    assert extract_answer(text, answer_format) == expected
+    assert extract_answer([{"role": "assistant", "content": text}], answer_format) == expected
+    assert ANSWER_FORMATS[answer_format].extract(text) == expected
+
+
+@pytest.mark.parametrize("thing", [None, 7, [], [None], [{}], [{"content": None}], {"content": "<answer>7</answer>"}])
+def test_a_completion_without_text_has_no_answer_and_earns_nothing(thing):
+    assert extract_answer(thing) is None
+    assert combined_reward(completions=[thing], answer=["7"]) == [0.0]
+    assert hash_reward(completions=[thing], answer=["7"]) == [0.0]
+    assert last_number(thing) is None
+
+
+def test_of_several_messages_the_last_counts_and_content_may_come_in_parts():
+    parts = [{"type": "text", "text": "<answer>"}, {"type": "image"}, {"type": "text", "text": "7</answer>"}]
+    assert extract_answer([{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]) == "7"
+
+
+@pytest.mark.parametrize("name", ANSWER_FORMATS)
+def test_each_prompt_names_its_delimiter_and_its_example_is_no_answer(name):
+    chosen = ANSWER_FORMATS[name]
+    assert chosen.name == name
+    assert chosen.think_end in chosen.system_prompt
+    assert chosen.extract(chosen.system_prompt) is None
+    assert chosen.extract(chosen.system_prompt.strip()) is None
+
+
+@pytest.mark.parametrize("name", ANSWER_FORMATS)
+def test_a_written_solution_is_read_back_and_earns_all_there_is(name):
+    chosen = ANSWER_FORMATS[name]
+    text = chosen.write("3 + 4 = 7, so {x}", "7")
+    assert chosen.extract(text) == "7"
+    assert text.index("{x}") < text.index(chosen.think_end)
+    assert correctness_reward(completions=[text], answer=["7"], answer_format=name) == [2.0]
+    assert format_reward([text], name) == [0.2 if name in ("hash", "boxed") else 0.8]
+
+
+def test_the_written_forms_and_the_seed_prompt_are_these_very_characters():
+    written = {name: chosen.write("a", "b") for name, chosen in ANSWER_FORMATS.items()}
+    assert written == {
+        "xml": "<reasoning>\na\n</reasoning>\n<answer>\nb\n</answer>\n",
+        "hash": "a\n#### b",
+        "boxed": "a\nThe answer is \\boxed{b}.",
+        "r1": "<think>\na\n</think>\n<answer>\nb\n</answer>",
+    }
+    assert SYSTEM_PROMPT == "Respond in the following format:\n\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
+    assert [f.think_end for f in ANSWER_FORMATS.values()] == ["</reasoning>", "####", "\\boxed{", "</think>"]
+
+
+def test_an_unknown_format_is_refused_with_the_valid_ones():
+    for call in (
+        lambda: extract_answer("x", "json"),
+        lambda: format_reward(["x"], "json"),
+        lambda: correctness_reward(None, [], [], "json"),
+    ):
+        with pytest.raises(ValueError, match=r"^answer_format 'json' is unknown: must be one of xml, hash, boxed, r1$"):
+            call()
+
+
+CORRECTNESS = [
+    ("7", "7", 2.0), ("  7 ", " 7\n", 2.0), ("7.0", "7", 1.5), ("7 eggs", "7", 1.5), ("$7", "7.00", 1.5), ("7%", "7", 1.5), ("1/4", "0.25", 1.5),
+    ("３", "3", 1.5), ("1,200", "1200", 1.5), ("7", 7, 2.0), ("7", 7.0, 1.5), ("7.0", 7.0, 2.0), ("8", "7", 0.0), ("", "", 0.0), ("", "7", 0.0),
+    ("7", "", 0.0), ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", float("nan"), 0.0), ("7 or 8", "8", 0.0), ("17", "7", 0.0),
+    ("north", "north", 2.0), ("North", "north", 0.0), ("seven", "7", 0.0), ("(2,4)", "(2,4)", 2.0), ("10", "10\\sqrt{3}", 0.0), ("10", "10\\pi", 0.0),
+    ("33.3", "\\frac{100}{3}", 0.0), ("3 million", "3", 0.0), ("6=7", "7", 0.0), ("0.1", "0.10000000000000001", 0.0), ("1e400", "1e401", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "reference", "expected"), CORRECTNESS)
+def test_correctness_pays_2_for_the_same_characters_1_5_for_the_same_number(answer, reference, expected):
+    completion = f"<reasoning>\n1\n</reasoning>\n<answer>{answer}</answer>"
+    assert correctness_reward(prompts=None, completions=[completion], answer=[reference]) == [expected]
+    assert combined_reward(prompts=["p"], completions=[completion], answer=[reference], completion_ids=[[1]]) == [expected + 0.8]
+
+
+def test_the_answer_must_be_in_its_tags_to_be_paid():
+    assert correctness_reward(completions=["It is 7."], answer=["7"]) == [0.0]
+    assert correctness_reward(completions=["#### 7"], answer=["7"]) == [0.0]
+
+
+def test_the_format_reward_is_0_2_a_tag_however_often_it_stands_there():
+    texts = [
+        "",
+        "<answer>",
+        "<reasoning></reasoning><answer>",
+        "<answer>" * 9,
+        "<reasoning></reasoning><answer></answer>",
+        "#### 7 \\boxed{7}",
+    ]
+    assert format_reward(completions=texts) == [0.0, 0.2, 0.6, 0.2, 0.8, 0.0]
+    assert format_reward(completions=["#### 7", "7"], answer_format="hash") == [0.2, 0.0]
+    assert format_reward(completions=["\\boxed{7}", "boxed"], answer_format="boxed") == [0.2, 0.0]
+    assert format_reward(completions=["<think></think> <answer>7"], answer_format="r1") == [0.6]
+
+
+HASH = [
+    ("#### 7", "7", 1.0), ("so\n####7", "7", 1.0), ("#### $1,200.", "1200", 1.0), ("#### -$3", "-3", 1.0), ("#### $-3", "-3", 1.0),
+    ("#### −3", "-3", 1.0), ("#### 7%", "7", 1.0), ("#### 7.0", "7", 1.0), ("#### 1/2", "0.5", 1.0), ("#### 7 \nbye 8", "7", 1.0),
+    ("#### 7", "7 eggs", 1.0), ("#### 8", "7", 0.0), ("#### 7\n#### 7", "7", 0.0), ("#### 7 eggs", "7", 0.0), ("#### x = 7", "7", 0.0),
+    ("#### seven", "7", 0.0), ("#### **7**", "7", 0.0), ("#### \\boxed{7}", "7", 0.0), ("#### ", "7", 0.0), ("####\n7", "7", 0.0), ("7", "7", 0.0),
+    ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0), ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "reference", "expected"), HASH)
+def test_the_hash_reward_pays_one_marker_with_a_bare_right_number(text, reference, expected):
+    assert hash_reward(prompts=None, completions=[text], answer=[reference], answer_format="hash") == [expected]
+
+
+@pytest.mark.parametrize("reward", [correctness_reward, combined_reward, hash_reward])
+@pytest.mark.parametrize("answer", [["7"], ["7"] * 3, [], "77", None])
+def test_references_that_do_not_match_the_completions_are_refused(reward, answer):
+    with pytest.raises(ValueError, match=r"^answer must hold one reference for each of 2 completions"):
+        reward(prompts=None, completions=["#### 7", "<answer>7</answer>"], answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("6*7 = 42.", "42"), ("It costs $1,234.50!", "1,234.50"), ("12-5", "5"), ("from 3 to -$5", "-5"), ("a −5 b", "-5"), ("It is 1/2.", "1/2"),
+        ("on 1/2/2024", "2024"), ("x2", "2"), ("3e2 or so", "3e2"), ("1.2.3", "3"), ("5 or ６", "6"), ("12,34", "34"), ("five", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_text_is_found_for_the_evaluation(text, expected):
+    assert last_number(text) == expected
+
+
+HOSTILE = {
+    "opening tags": "<reasoning>" * 200_000, "answer tags": "<answer>" * 200_000, "closing tags": "</answer>" * 200_000, "boxes": "\\boxed{" * 100_000,
+    "markers": "#### 1\n" * 100_000, "braces": "\\boxed{" + "{}" * 200_000, "digits": "7" * 10**6, "wide digits": "７" * 10**6, "spaces": " " * 10**6 + "7",
+    "newlines": "7" + "\n" * 10**6, "commas": "," * 10**6 + "7", "dots": "7" + "." * 10**6, "minus signs": "-" * 10**6 + "7", "letters": "a" * 10**6 + " 7",
+    "units": "7 " + "b" * 10**6, "underscores": "_" * 10**6, "backslashes": "7" + "\\" * 10**6, "text": "\\text{" * 150_000, "dollars": "$" * 10**6 + "7",
+    "commas and digits": "1," * 500_000, "groups": "1" + ",111" * 250_000 + "1", "slashes": "1/" * 500_000, "two long": "5" * 500_000 + " " + "5" * 500_000,
+    "exponents": "1e" * 500_000, "one exponent": "1e4000000", "wide gap": "1" + " " * 10**6 + "2", "words": "half " * 200_000 + "5", "stars": "*" * 10**6 + "5",
+}  # fmt: skip
+
+
+def seconds(call):
+    """The best of three runs: the machine may be busy with other things."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+        if times[-1] < 0.2:
+            break
+    return min(times)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text_of_a_megabyte_takes_less_than_a_fifth_of_a_second(kind):
+    """A lazy regex over 20,000 opening tags took 12 s, and int() of 5,000 digits raises."""
+    text = HOSTILE[kind]
+    calls = [lambda: parse_number(text), lambda: last_number(text), lambda: hash_reward(None, ["#### " + text], [text])]
+    calls += [lambda name=name: combined_reward(None, [text], ["7"], answer_format=name) for name in ANSWER_FORMATS]
+    calls += [lambda: correctness_reward(None, [f"<answer>{text}</answer>"], ["7"], "r1")]
+    assert max(seconds(call) for call in calls) < 0.2
+
+
+def test_no_random_text_makes_a_reward_raise_or_leave_the_finite_numbers():
+    pieces = [
+        *"0123456789-+.,/%$€*_^\\{}()=#!…− \n²½５٣万éxeE\u0305\u200b\ud800\x00",
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "\\fbox{",
+        "#### ",
+        "1e",
+        "{,}",
+        "...",
+    ]
+    draw = random.Random(0)
+    for _ in range(2000):
+        inner, reference = ("".join(draw.choices(pieces, k=draw.randrange(14))) for _ in range(2))
+        for text in (inner, f"<answer>{inner}</answer>", f"#### {inner}", f"\\boxed{{{inner}}}"):
+            number, last = parse_number(text), last_number(text)
+            assert number is None or isinstance(number, Fraction)
+            assert last is None or isinstance(last, str)
+            values = hash_reward(completions=[text], answer=[reference])
+            for name in ANSWER_FORMATS:
+                values += combined_reward(completions=[text], answer=[reference], answer_format=name)
+            assert all(isinstance(v, float) and 0 <= v <= 2.8 for v in values)
+
+
+def test_the_named_reward_sets_are_these():
+    assert REWARD_SETS["grpo_m3po"] == [(correctness_reward, 1.0), (format_reward, 1.0)]
+    assert REWARD_SETS["h3po"] == [(hash_reward, 1.0)]
+
+
+# Calling reward functions
+
+
+def constant(values, name="constant"):
+    def function(completions, **kwargs):
+        return values
+
+    function.__name__ = name
+    return function
+
+
+def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
+    functions = [(constant([1.0, None, None], "a"), 2.0), (constant((True, 0.5, None), "b"), 1.0)]
+    totals, parts = compute_rewards(functions, ["p"] * 3, ["x", "y", "z"])
+    assert totals[:2] == [3.0, 0.5]
+    assert math.isnan(totals[2])
+    assert parts == {"a": [1.0, None, None], "b": [1.0, 0.5, None]}
+
+
+def test_a_reward_function_receives_the_columns_by_keyword():
+    seen = {}
+    compute_rewards([(lambda **columns: seen.update(columns) or [0.0], 1.0)], ["p"], ["c"], step=3, answer=["7"], answer_format="hash")
+    assert seen == dict(prompts=["p"], completions=["c"], answer=["7"], answer_format="hash")
+
+
+def test_functions_of_one_name_keep_their_own_values():
+    functions = [(constant([1.0], "f_2"), 1.0), (constant([2.0], "f"), 1.0), (constant([3.0], "f"), 1.0)]
+    totals, parts = compute_rewards(functions, ["p"], ["c"])
+    assert totals == [6.0]
+    assert sorted(v for values in parts.values() for v in values) == [1.0, 2.0, 3.0]
+    assert list(compute_rewards(functions[1:], ["p"], ["c"])[1]) == ["f", "f_2"]
+
+
+def test_numpy_and_torch_values_are_accepted():
+    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    for values in (np.array([1, 2]), torch.tensor([1.0, 2.0]), [np.float32(1), torch.tensor(2)]):
+        assert compute_rewards([(constant(values), 1.0)], ["p"] * 2, ["x", "y"])[0] == [1.0, 2.0]
+    for values in (torch.tensor(1.0), torch.ones(2, 2), [torch.ones(2), 1.0]):
+        with pytest.raises(RewardError, match="constant"):
+            compute_rewards([(constant(values), 1.0)], ["p"] * 2, ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0] * 3, "returned 3 values for 2 completions"),
+        (1.0, "returned a float, not a list"),
+        (None, "returned a NoneType, not a list"),
+        ("ab", "returned a str, not a list"),
+        ({1.0, 2.0}, "returned a set, not a list"),
+        ([None, None], "returned None for all 2 completions"),
+        ([1.0, float("nan")], "nan, which is not a finite number, for completion 'second\\\\nline"),
+        ([1.0, float("-inf")], "-inf, which is not a finite number, for completion 'second"),
+        ([1.0, "1.0"], "'1.0', which is not a finite number, for completion 'second"),
+        ([1.0, 1j], "1j, which is not a finite number"),
+        ([1.0, [1.0]], "which is not a finite number"),
+        ([1.0, 10**400], "which is not a finite number"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_one_line_that_names_the_function_and_the_step(values, message):
+    with pytest.raises(RewardError, match=message) as caught:
+        compute_rewards([(constant(values, "mine"), 1.0)], ["p"] * 2, ["first", [{"content": "second\nline " + "y" * 999}]], step=12)
+    text = str(caught.value)
+    assert text.startswith("reward function mine at step 12 ")
+    assert "\n" not in text
+    assert len(text) < 400
+
+
+def test_a_function_that_raises_is_named_with_the_completion_it_raises_on():
+    def picky(completions, answer, **kwargs):
+        return [float(int(c)) + len(a) for c, a in zip(completions, answer, strict=True)]
+
+    with pytest.raises(
+        RewardError, match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$"
+    ) as caught:
+        compute_rewards([(picky, 1.0)], ["p"] * 3, ["1", "b\na", "3"], step=4, answer=["7"] * 3)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_completion():
+    def together(completions, **kwargs):
+        return [1.0 / (len(completions) == 1)]
+
+    with pytest.raises(
+        RewardError, match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$"
+    ):
+        compute_rewards([(together, 1.0)], ["p"] * 2, ["x", "y"])
+
+
+# Reward functions in files
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    path = tmp_path / "my=rewards.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Bonus:\n    size: float = 0.5\n"
+        "def bonus(completions, **kwargs):\n    return [Bonus().size] * len(completions)\nnumber = 3\n"
+    )
+    return path
+
+
+def test_a_reward_is_loaded_from_a_file_with_its_weight_and_sys_path_stays(reward_file):
+    before = list(sys.path)
+    function, weight = load_reward(f"{reward_file}:bonus=-0.25")
+    assert (function.__name__, weight) == ("bonus", -0.25)
+    assert load_reward(f"{reward_file}:bonus")[1] == 1.0
+    assert compute_rewards([(function, weight)], ["p"], ["c"])[0] == [-0.125]
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("rest", [":absent", ":number", ":bonus=", ":bonus=much", ":bonus=nan", ":bonus=inf", ":", "", ":=2"])
+def test_a_spec_that_names_no_function_or_no_weight_is_refused_in_one_line(reward_file, rest):
+    with pytest.raises(ValueError) as caught:
+        load_reward(f"{reward_file}{rest}")
+    assert "my=rewards.py" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module_here", "ModuleNotFoundError: No module named"),
+        ("def f(:", "SyntaxError"),
+        ("raise SystemExit('no\\nway')", "SystemExit: no way"),
+    ],
+)
+def test_a_file_that_does_not_import_is_refused_with_what_it_raised(tmp_path, source, message):
+    (tmp_path / "bad.py").write_text(source)
+    with pytest.raises(ValueError, match=rf"bad\.py does not import: {message}") as caught:
+        load_reward(f"{tmp_path / 'bad.py'}:f")
+    assert "\n" not in str(caught.value)
+    assert "reward_file_bad" not in sys.modules
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file .*absent\.py$"):
+        load_reward(f"{tmp_path / 'absent.py'}:f")
+
+
+# The shared cases
+
+
+@pytest.mark.skipif(not GRADED.exists(), reason="the shared grading cases are not beside this checkout")
+def test_every_shared_graded_completion_gets_its_values():
+    wrong = []
+    for line in GRADED.read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        text = "".join(piece * times for piece, times in case["completion_build"]) if "completion_build" in case else case["completion"]
+        graders, start = case["graders"], time.perf_counter()
+        extracted = extract_answer(text, case["format"])
+        score = correctness_reward(completions=[text], answer=[case["reference"]], answer_format=case["format"])[0]
+        checks = {
+            "extracted": case.get("extracted_open") or extracted == case["extracted"],
+            "correctness": case["correctness"] is None or score == case["correctness"],
+            "correctness_min": score >= case.get("correctness_min", 0),
+            "b_format": graders.get("b_format") is None or format_reward([text]) == [graders["b_format"]],
+            "d_h3po": graders.get("d_h3po") is None or hash_reward(None, [text], [case["reference"]]) == [graders["d_h3po"] == "one"],
+            "max_seconds": time.perf_counter() - start < case.get("max_seconds", 1.0),
+        }
+        wrong += [(case["id"], name) for name, right in checks.items() if not right]
+    assert wrong == []

@@ -1,0 +1,250 @@
+"""The scored forward, micro-batches, the guarded step and the parts both training scripts share."""
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from config import SettingError
+from conftest import build_model
+from data import pad_left
+from generation import GroupDecoder, Interaction, rollout_uniforms
+from training import Scorer, guarded_step, interaction_effect, load_model, make_optimizer, micro_batches, problem_batch, refresh, save_model
+
+G, T = 3, 24
+
+
+def rollout_of(model, tokenizer, prompts, lam=0.3, temperature=1.0, length=T, similarity="distribution"):
+    decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity))
+    decoder.tables.is_eos[3::25] = True  # more ends than two ids would give in so few tokens
+    ids, mask = pad_left(prompts, decoder.tables.pad_id)
+    return decoder, decoder.rollout(ids, mask, G, length, rollout_uniforms(0, 0, 0, len(prompts) * G, length), temperature)
+
+
+def all_rows(rollout):
+    return torch.arange(len(rollout.ids))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_scoring_equals_sampling(model, tokenizer, prompts, lam, temperature):
+    """I1: the published scripts sample from blended inputs and score plain ids, so they train a policy that never acted."""
+    decoder, out = rollout_of(model, tokenizer, prompts, lam, temperature)
+    logp, _ = Scorer(model, decoder.tables)(out, all_rows(out))
+    assert out.ended.any(), "ended rows are part of the claim"
+    assert not out.ended.all()
+    assert torch.allclose(logp, out.logp, atol=1e-5)
+    if lam:
+        out.mix = None
+        plain, _ = Scorer(model, decoder.tables)(out, all_rows(out))
+        assert (plain - out.logp).abs().max() > 0.05, "plain ids are another policy"
+
+
+def test_scoring_equals_sampling_for_every_similarity(llama, tokenizer, prompts):
+    for similarity in ("embedding", "mean"):
+        decoder, out = rollout_of(llama, tokenizer, prompts, similarity=similarity)
+        assert torch.allclose(Scorer(llama, decoder.tables)(out, all_rows(out))[0], out.logp, atol=1e-5)
+
+
+def test_entropy_is_that_of_the_sampling_distribution(llama, tokenizer, prompts):
+    decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.0, temperature=0.7)
+    _, entropy = Scorer(llama, decoder.tables)(out, all_rows(out))
+    row = torch.tensor([prompts[0] + out.ids[0][out.mask[0]].tolist()])
+    logp = (llama(input_ids=row).logits[0, len(prompts[0]) - 1 : -1, : len(tokenizer)] / 0.7).log_softmax(-1)
+    assert torch.allclose(entropy[0][out.mask[0]], -(logp.exp() * logp).sum(-1), atol=1e-4)
+
+
+def gradients(model, tables, out, batches, chunk=2048):
+    """Gradients of a loss with a different weight for every token."""
+    model.zero_grad(set_to_none=True)
+    weights = torch.rand(out.logp.shape, generator=torch.Generator().manual_seed(3)) * out.mask
+    for rows in batches:
+        (Scorer(model, tables, chunk_tokens=chunk)(out, rows)[0] * weights[rows]).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_gradients_do_not_depend_on_how_the_batch_is_cut(tokenizer, prompts):
+    """I3, with micro-batches that cut groups while their paths interact."""
+    model = build_model("qwen2", tokenizer)
+    decoder, out = rollout_of(model, tokenizer, prompts)
+    whole = gradients(model, decoder.tables, out, [all_rows(out)])
+    scale = max(float(g.abs().max()) for g in whole)
+    for batches, chunk in [(all_rows(out).split(1), 2048), (all_rows(out).split(4), 7), (micro_batches(out, 120), 2048)]:
+        assert len(batches) > 1
+        cut = gradients(model, decoder.tables, out, batches, chunk)
+        assert max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True)) < 1e-6 * max(1.0, scale)
+
+
+def test_gradients_reach_the_embeddings_of_the_paths_that_were_heard(tokenizer, prompts):
+    """One row's log-probs move the embeddings of tokens that only its peers sampled."""
+    model = build_model("llama", tokenizer)
+    decoder, out = rollout_of(model, tokenizer, prompts[2:3], lam=0.5)
+    Scorer(model, decoder.tables)(out, torch.tensor([0]))[0].sum().backward()
+    heard = {int(out.ids[j, t]) for t in range(out.mix.shape[1] - 1) for j in (1, 2) if out.mix[0, t, 0, j] > 0.01}
+    others = heard - set(out.ids[0].tolist()) - set(prompts[2])
+    assert others
+    assert all(model.get_input_embeddings().weight.grad[token].abs().sum() > 0 for token in others)
+
+
+def test_nothing_after_eos_and_no_padding_can_change_a_score(model, tokenizer, prompts):
+    """I5: TRL PR#2708 attended and scored tokens after EOS; GPT-2 has absolute positions (TRL#6800)."""
+    decoder, out = rollout_of(model, tokenizer, prompts)
+    score = Scorer(model, decoder.tables)
+    before, _ = score(out, all_rows(out))
+    out.ids = torch.where(out.mask, out.ids, torch.randint(3, 200, out.ids.shape))
+    out.prompt_ids = torch.where(out.prompt_mask, out.prompt_ids, 5)
+    pad = torch.full((len(prompts), 50), 7)
+    out.prompt_ids, out.prompt_mask = torch.cat([pad, out.prompt_ids], 1), torch.cat([pad < 0, out.prompt_mask], 1)
+    out.mix = torch.cat([out.mix, torch.zeros(len(prompts), 9, G, G)], 1)
+    out.ids, out.mask = torch.cat([out.ids, torch.full((len(out.ids), 9), 3)], 1), torch.cat([out.mask, torch.zeros(len(out.ids), 9, dtype=torch.bool)], 1)
+    after, _ = score(out, all_rows(out))
+    assert torch.allclose(before, after[:, : before.shape[1]], atol=1e-5)
+    assert not after[:, before.shape[1] :].any()
+
+
+def test_the_eos_that_ends_a_completion_is_trained(tokenizer, prompts):
+    """TRL PR#4970: with pad = eos, a mask by id leaves EOS without gradient and stopping is never learned."""
+    tokenizer = build_pad_is_eos(tokenizer)
+    model = build_model("llama", tokenizer)
+    decoder, out = rollout_of(model, tokenizer, prompts, lam=0.0, length=60)
+    n = int(out.ended.nonzero()[0, 0])
+    logp, _ = Scorer(model, decoder.tables)(out, torch.tensor([n]))
+    assert logp[0, out.lengths[n] - 1] != 0
+    assert decoder.tables.is_eos[out.ids[n, out.lengths[n] - 1]]
+
+
+def build_pad_is_eos(tokenizer):
+    import copy
+
+    same = copy.deepcopy(tokenizer)
+    same.pad_token = same.eos_token
+    return same
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget(llama, tokenizer, prompts):
+    decoder, out = rollout_of(llama, tokenizer, prompts)
+    lengths = out.prompt_mask.sum(-1).repeat_interleave(G) + out.lengths
+    for budget in (1, 60, 200, 10**6):
+        batches = micro_batches(out, budget)
+        assert sorted(n for rows in batches for n in rows.tolist()) == list(range(len(out.ids)))
+        assert all(len(rows) == 1 or len(rows) * int(lengths[rows].max()) <= budget for rows in batches)
+    assert len(micro_batches(out, 10**6)) == 1
+
+
+
+
+def config_for_steps(**kwargs):
+    from grpo_train import Config
+
+    return Config(learning_rate=0.1, max_grad_norm=1.0, **kwargs)
+
+
+def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
+    """verl#721: one NaN step, and every completion after it was '!!!!'."""
+    model = torch.nn.Linear(3, 1)
+    accelerator = Accelerator(cpu=True)
+    optimizer, schedule = make_optimizer(model, config_for_steps(), 10)
+    model(torch.ones(2, 3)).sum().backward()
+    assert guarded_step(accelerator, model, optimizer, schedule, torch.tensor([1.0]), 1.0)[0]
+    before = [p.clone() for p in model.parameters()]
+    state = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    for losses, poison in [(torch.tensor([1.0, math.nan]), 1.0), (torch.tensor([1.0]), math.inf), (torch.tensor([1.0]), math.nan)]:
+        (model(torch.ones(2, 3)).sum() * poison).backward()
+        stepped, _ = guarded_step(accelerator, model, optimizer, schedule, losses, 1.0)
+        assert not stepped
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(state, (v for s in optimizer.state.values() for v in s.values()), strict=True))
+        assert all(p.grad is None for p in model.parameters())
+    assert schedule.last_epoch == 4, "the schedule goes on"
+
+
+def test_the_learning_rate_warms_up_and_follows_its_curve():
+    def rates(kind):
+        model = torch.nn.Linear(3, 1)
+        optimizer, schedule = make_optimizer(model, config_for_steps(lr_scheduler_type=kind, warmup_ratio=0.2), 10)
+        out = []
+        for _ in range(10):
+            out.append(round(schedule.get_last_lr()[0], 4))
+            optimizer.step()
+            schedule.step()
+        return out
+
+    assert rates("constant") == [0, 0.05] + [0.1] * 8
+    assert rates("linear") == [0, 0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]
+    assert rates("cosine")[6] == pytest.approx(0.05)
+
+
+def test_refresh_copies_every_weight_into_the_same_storage_and_tells_the_share_that_changed(tokenizer):
+    policy, copy = build_model("llama", tokenizer), build_model("llama", tokenizer).to(torch.bfloat16)
+    refresh(copy, policy)
+    places = [p.data_ptr() for p in copy.parameters()]
+    assert float(refresh(copy, policy)) == 0
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1 + 1e-4)  # far below bf16's steps of 2^-8
+    hidden = float(refresh(copy, policy))
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.5)
+    assert hidden < 0.2 < 0.95 < float(refresh(copy, policy))
+    assert places == [p.data_ptr() for p in copy.parameters()]
+    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(copy.parameters(), policy.parameters(), strict=True))
+
+
+def test_dropout_is_zero_after_loading_whatever_the_config_says(tokenizer, tmp_path):
+    """I11: two forwards of the model in train() must give the same log-probs."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=len(tokenizer), resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
+                        eos_token_id=tokenizer.eos_token_id, bos_token_id=None)  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), tokenizer, torch.float32, "cpu").train()
+    ids = torch.arange(20).view(1, 20)
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    raw = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert not torch.equal(raw(input_ids=ids).logits, raw(input_ids=ids).logits)
+
+
+def test_a_model_that_is_not_there_is_named_with_what_to_do(tokenizer, tmp_path):
+    for name in (str(tmp_path / "nothing"), "no-such-org/no-such-model"):
+        with pytest.raises(SettingError, match="give a directory or a hub id") as error:
+            load_model(name, tokenizer, torch.float32, "cpu")
+        assert name in str(error.value)
+
+
+def test_a_saved_model_comes_back_in_its_own_dtype_and_no_half_written_file_is_left(tokenizer, tmp_path):
+    """unsloth#1877: the saved model behaved as before training."""
+    model = build_model("qwen2", tokenizer)
+    save_model(model, tokenizer, tmp_path / "out", torch.bfloat16)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(a.to(torch.bfloat16), b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not list((tmp_path / "out").glob(".*"))
+    assert not list((tmp_path / "out").glob("*.part"))
+    assert load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_each_pass_over_the_problems_is_a_permutation_of_its_own():
+    first = [i for step in range(5) for i in problem_batch(10, 4, step, seed=1)]
+    assert sorted(first[:10]) == list(range(10)) == sorted(first[10:])
+    assert first[:10] != first[10:]
+    assert first == [i for step in range(5) for i in problem_batch(10, 4, step, seed=1)]
+    assert first != [i for step in range(5) for i in problem_batch(10, 4, step, seed=2)]
+    assert len(problem_batch(3, 8, 0, seed=0)) == 8, "a batch may be larger than the data"
+
+
+def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(llama, tokenizer, prompts):
+    decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.6)
+    uniforms = rollout_uniforms(0, 0, 0, G, T)
+    effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
+    sampled = [ids for ids, _ in out.completions()]
+    assert effect["alone"] != sampled
+    assert effect["divergence"].max() > 1e-3
+    assert torch.allclose(effect["similarity"].diagonal(dim1=1, dim2=2), torch.ones(3, G), atol=1e-5)
+    decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.0)
+    out.mix, sampled = torch.zeros(1, out.ids.shape[1], G, G), [ids for ids, _ in out.completions()]
+    effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
+    assert effect["alone"] == sampled, "the same draws give the same tokens: scoring really sees what the sampler saw"
+    assert effect["divergence"].abs().max() < 1e-5

@@ -1,0 +1,395 @@
+"""What both training scripts share: models, the scored forward, optimiser and schedule, the guarded step, metrics, processes, saving.
+
+Axes: B prompts, G generations a prompt, N = B*G rows in group-major order, P prompt tokens, T completion tokens, L tokens of a row that go
+through the model, V the tokenizer's real ids, E embedding width.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
+
+from config import RunError, SettingError, resolved, system_prompt, template_kwargs, write_whole
+from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
+from generation import check_head, inverse_cdf, model_body, vocab_logits
+from m3po_module import blend
+from rewards import correctness_reward
+
+# Processes
+
+
+def start_processes(config):
+    """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
+    no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
+    torch.manual_seed(config.seed)
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+    if config.batch_size < accelerator.num_processes:
+        raise SettingError("batch_size", config.batch_size, f"must give each of the {accelerator.num_processes} processes a problem")
+    return accelerator
+
+
+def shard(count, accelerator, rows_each=1):
+    """The slice of `count` items of `rows_each` rows, in order, that this process works on; sizes differ by one item at most."""
+    rank, world = accelerator.process_index, accelerator.num_processes
+    return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
+
+
+def wrap(accelerator, scorer):
+    """Data parallelism around the scorer, where there are several processes."""
+    return accelerator.prepare_model(scorer)
+
+
+# Models
+
+
+def rollout_dtype(config):
+    """bf16 on CUDA, unless bf16 is off; float32 on the CPU."""
+    return torch.bfloat16 if config.bf16 and torch.cuda.is_available() else torch.float32
+
+
+def load_tokenizer(name, trust_remote_code=False):
+    """The tokenizer of a model directory or hub id, padding on the left; `tiny` is the embedded one."""
+    if name == "tiny":
+        return arithmetic_tokenizer()
+    tokenizer = _from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
+    """A causal model in `dtype` with every dropout probability 0 (I11: a log-prob that enters a ratio must not be random).
+
+    `tiny` is a fresh Llama-shaped model of about 200,000 parameters for the arithmetic problems.
+    """
+    if name == "tiny":
+        ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+        shape = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **ids), dtype=dtype)
+        model.source_dtype = torch.float32
+        return model.to(device)
+    settings = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    source_dtype = settings.dtype or torch.float32
+    text = settings.get_text_config()
+    for key, value in text.to_dict().items():
+        if re.search("drop", key) and isinstance(value, float):
+            setattr(text, key, 0.0)
+    model = _from_pretrained(AutoModelForCausalLM, name, config=settings, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.source_dtype = source_dtype if isinstance(source_dtype, torch.dtype) else getattr(torch, source_dtype)
+    check_head(model)
+    return model
+
+
+def _from_pretrained(kind, name, **kwargs):
+    try:
+        return kind.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SettingError("model", name, f"cannot be loaded as a {kind.__name__[4:]}; give a directory or a hub id that can be reached ({reason})") from error
+
+
+@torch.no_grad()
+def refresh(copy, policy):
+    """Overwrite `copy` (any dtype, fixed storage) with the policy's weights; returns the share of its values that changed, a 0-d tensor.
+
+    Rounding to bf16 hides small updates from the sampler for a while: this share says how much of an update it sees.
+    """
+    changed, total = torch.zeros((), device=copy.device), 0
+    for target, source in zip(copy.parameters(), policy.parameters(), strict=True):
+        new = source.detach().to(target.dtype)
+        changed += (new != target).sum()
+        total += target.numel()
+        target.copy_(new)
+    return changed / total
+
+
+# The scored forward
+
+
+class Scorer(nn.Module):
+    """Rebuilds the inputs the sampler saw, runs the body, and returns log-prob and entropy of each completion token.
+
+    The one module that data parallelism wraps: nothing else touches policy weights while gradients are taken.
+    """
+
+    def __init__(self, model, tables, bf16=False, chunk_tokens=2048):
+        super().__init__()
+        self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
+        self.autocast = dict(device_type=model.device.type, dtype=torch.bfloat16, enabled=bf16 and model.device.type == "cuda")
+
+    def forward(self, rollout, rows):
+        """rollout, row indices (n,) -> log-probs and entropies (n, T) float32 at the sampling temperature, 0 where masked.
+
+        Log-probs carry gradient, entropies none.
+        """
+        with torch.autocast(**self.autocast):
+            hidden, mask = self.hidden(rollout, rows)
+            targets = rollout.ids[rows][:, : mask.shape[1]][mask]
+            score = self._score_checkpointed if torch.is_grad_enabled() else self._score
+            pieces = [score(h, t, rollout.temperature) for h, t in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)]
+        scores = torch.zeros(2, len(rows), rollout.ids.shape[1], device=hidden.device)
+        place = torch.zeros_like(scores[0], dtype=torch.bool)
+        place[:, : mask.shape[1]] = mask
+        logp, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
+        return scores[0].masked_scatter(place, logp), scores[1].masked_scatter(place, entropy)
+
+    def hidden(self, rollout, rows):
+        """Hidden states (M, E) from which the M unmasked completion tokens of `rows` are predicted, and their mask (n, T' <= T).
+
+        Each row starts at position 0 (prompt, completion, padding at the right), so that positions are 0, 1, ... and causal attention
+        needs no mask at all: what follows a row's end can reach nothing before it.
+        """
+        G = rollout.num_generations
+        length = max(int(rollout.mask[rows].sum(-1).max()), 1)
+        mask = rollout.mask[rows, :length]
+        prompt_mask = rollout.prompt_mask[rows // G]
+        inputs = torch.cat([self._embed(rollout.prompt_ids[rows // G]), self._completion_inputs(rollout, rows, length)], dim=1)  # (n, P + T', E)
+        prompt_length = prompt_mask.sum(-1, keepdim=True)
+        steps = torch.arange(int((prompt_length.squeeze(1) + mask.sum(-1)).max()) - 1, device=inputs.device)  # the last token predicts nothing
+        source = (prompt_mask.shape[1] - prompt_length + steps).clamp(max=inputs.shape[1] - 1)  # (n, L), past the padding on the left
+        inputs = inputs.gather(1, source[..., None].expand(-1, -1, inputs.shape[-1]))
+        states = model_body(self.model)(inputs_embeds=inputs, use_cache=False).last_hidden_state  # (n, L, E)
+        row, token = mask.nonzero(as_tuple=True)
+        return states[row, prompt_length[row, 0] - 1 + token], mask
+
+    def _completion_inputs(self, rollout, rows, length):
+        """Inputs (n, T', E) of the completion tokens, blended over their whole groups where paths interacted."""
+        if rollout.mix is None:
+            return self._embed(rollout.ids[rows, :length])
+        G = rollout.num_generations
+        groups, place = torch.unique(rows // G, return_inverse=True)
+        ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(1, 2)  # (g, T', G)
+        inputs = blend(self._embed(ids), rollout.mix[groups, :length], rollout.lambda_blend)  # (g, T', G, E)
+        return inputs[place, :, rows % G]
+
+    def _embed(self, ids):
+        """The embedding module's output (Gemma scales it), in the dtype that the sampler has it in."""
+        embeds = self.model.get_input_embeddings()(ids)
+        return embeds.to(torch.bfloat16) if self.autocast["enabled"] else embeds
+
+    def _score(self, hidden, targets, temperature):
+        logits = vocab_logits(self.model, hidden, self.tables) / temperature  # (m, V), the only place where they exist
+        log_norm = logits.logsumexp(-1)
+        with torch.no_grad():
+            entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
+        return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy
+
+    def _score_checkpointed(self, *inputs):
+        return checkpoint(self._score, *inputs, use_reentrant=False)
+
+
+@torch.no_grad()
+def interaction_effect(scorer, rollout, uniforms, first_steps=3):
+    """What the blending did to the first group of a rollout, by scoring it again with and without it.
+
+    Returns similarity (first_steps, G, G), the cosines of the paths' next-token distributions; alone, G lists of the ids that the same
+    draws (G, T) give after the same tokens where nobody is heard; divergence (G,), the mean KL in nats.
+    """
+    G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
+    similar, others, divergence = [], [], torch.zeros(G)
+    for g in range(G):
+        row = torch.tensor([g], device=rollout.ids.device)
+        with torch.autocast(**scorer.autocast):
+            logits = [vocab_logits(scorer.model, scorer.hidden(r, row)[0], scorer.tables) for r in (rollout, plain)]
+        heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
+        count = len(heard)
+        others.append(inverse_cdf(alone.exp(), uniforms[g, :count].to(alone.device)).tolist())
+        divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()
+        similar.append(F.pad(F.normalize(logits[0][:first_steps].softmax(-1), dim=-1), (0, 0, 0, max(0, first_steps - count))))
+    stacked = torch.stack(similar, dim=1)  # (first_steps, G, V)
+    return {"similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
+
+
+def micro_batches(rollout, token_budget):
+    """Row indices in batches of at most `token_budget` tokens, padding in, rows of like length together; one row goes whatever its length."""
+    prompt_lengths = rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations)
+    lengths = (prompt_lengths + rollout.lengths).tolist()  # device sync
+    batches, longest_first = [], sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    for n in longest_first:
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > token_budget:
+            batches.append([])
+        batches[-1].append(n)
+    return [torch.tensor(rows, device=rollout.ids.device) for rows in batches]
+
+
+# Optimiser
+
+
+def make_optimizer(model, config, total_steps):
+    """AdamW over float32 weights, decay on matrices only, and its schedule over `total_steps` optimiser steps."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
+    return optimizer, get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+
+
+def guarded_step(accelerator, scorer, optimizer, schedule, losses, max_grad_norm):
+    """Clip, then step; a loss or gradient that is not finite, on any process, changes nothing. The schedule goes on in either case.
+
+    Returns (stepped, gradient norm before clipping). Gradients are spent.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm or math.inf)
+    bad = ~(torch.isfinite(norm) & torch.isfinite(losses).all())
+    stepped = float(accelerator.reduce(bad.float(), "sum")) == 0  # device sync
+    if stepped:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    schedule.step()
+    return stepped, float(norm)
+
+
+# Problems
+
+
+def prepare_problems(config, tokenizer):
+    """Training and held-out problems with their prompts, and how many prompts were too long to use."""
+    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
+    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
+    train, held_out = split_held_out(problems, config.eval_problems if config.eval_every else 0)
+    encode = dict(system_prompt=system_prompt(config), max_prompt_length=config.max_prompt_length, chat_template_kwargs=template_kwargs(config))
+    train, skipped = encode_prompts(train, tokenizer, **encode)
+    held_out, skipped_too = encode_prompts(held_out, tokenizer, **encode) if held_out else ([], 0)
+    return train, held_out, skipped + skipped_too
+
+
+def largest(value):
+    """The largest of a number over the processes."""
+    return max(gather_object([value]))
+
+
+def problem_batch(count, batch_size, step, seed):
+    """Indices of the problems of a step (from 0): consecutive in an order that each pass over the data draws anew from (seed, pass)."""
+    indices, orders = [], {}
+    for place in range(step * batch_size, (step + 1) * batch_size):
+        passed, offset = divmod(place, count)
+        if passed not in orders:
+            generator = torch.Generator().manual_seed((seed << 20) + passed)
+            orders[passed] = torch.randperm(count, generator=generator).tolist()
+        indices.append(orders[passed][offset])
+    return indices
+
+
+def steps_to_do(config, count):
+    """Steps of one outer iteration."""
+    return config.num_steps if config.num_epochs is None else math.ceil(config.num_epochs * count / config.batch_size)
+
+
+def held_out_accuracy(accelerator, decoder, problems, config):
+    """Share of held-out problems that greedy single-path decoding gets right, and the mean length; every process decodes its part."""
+    mine = problems[shard(len(problems), accelerator)]
+    answers = decoder.complete([p.ids for p in mine], config.max_completion_length)
+    texts = [decoder.text(*pairs[0]) for pairs in answers]
+    scores = correctness_reward(None, texts, [p.problem.answer for p in mine], answer_format=config.answer_format)
+    rows = gather_object([(score > 0, len(pairs[0][0])) for score, pairs in zip(scores, answers, strict=True)])
+    return {"eval_accuracy": statistics.fmean(r[0] for r in rows), "eval_length": statistics.fmean(r[1] for r in rows)}
+
+
+# Output
+
+
+def open_output(config, accelerator):
+    """Make output_dir and write every setting into it; a directory that holds a run is refused."""
+    folder = Path(config.output_dir)
+    used = folder / "run_config.yaml"
+    if used.exists() and not config.overwrite_output_dir:
+        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --overwrite_output_dir true")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        write_whole(used, yaml.safe_dump(resolved(config), sort_keys=False))
+    accelerator.wait_for_everyone()
+    return folder
+
+
+class MetricsLog:
+    """One JSON object a step into metrics.jsonl, one readable line, and a bar with the time left. Only rank 0 writes."""
+
+    def __init__(self, folder, total, shown, accelerator):
+        self.active, self.shown = accelerator.is_main_process, shown
+        if self.active:
+            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+            self.bar = tqdm(total=total, disable=None, dynamic_ncols=True, unit="step")
+
+    def write(self, metrics):
+        """Numbers that are not finite become null: JSON has no NaN."""
+        if not self.active:
+            return
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self.file.write(json.dumps(clean) + "\n")
+        self.file.flush()
+        tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
+        self.bar.update(clean["step"] - self.bar.n)
+
+    def say(self, text):
+        if self.active:
+            tqdm.write(text)
+
+    def close(self):
+        if self.active:
+            self.file.close()
+            self.bar.close()
+
+
+def _short(value):
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def save_model(model, tokenizer, folder, dtype):
+    """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written."""
+    folder = Path(folder)
+    temporary = folder / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        model.save_pretrained(temporary, state_dict={k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()})
+        tokenizer.save_pretrained(temporary)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(f"could not save the model to {folder}: {error.strerror or error}") from error
+    settings = json.loads((temporary / "config.json").read_text())
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    write_whole(temporary / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):  # config.json last: without it nothing loads
+        os.replace(file, folder / file.name)
+    temporary.rmdir()
+
+
+class Stopwatch:
+    """Seconds since the last lap, the device's work included."""
+
+    def __init__(self, device):
+        self.device = device
+        self.lap()
+
+    def lap(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        elapsed, self.last = now - getattr(self, "last", now), now
+        return elapsed
