@@ -47,7 +47,7 @@ def tokenizer():
     return made
 
 
-def build_model(family, tokenizer, seed=0):
+def build_model(family, tokenizer, seed=0, dtype=torch.float32):
     """A random two-layer model whose logits are lively enough to give varied text."""
     ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
     shared = dict(vocab_size=len(tokenizer) + EXTRA_IDS, max_position_embeddings=512, initializer_range=0.15, **ids)
@@ -59,7 +59,7 @@ def build_model(family, tokenizer, seed=0):
         "gpt2": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, **shared),
     }[family]()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
