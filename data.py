@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -47,11 +48,12 @@ class EncodedProblem:
 HUB = {"gsm8k": {"": ("openai/gsm8k", "main")}, "math": {"test": ("HuggingFaceH4/MATH-500", None), "": ("nlile/hendrycks-MATH-benchmark", None)}}
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 QUESTION, ANSWER, SOLUTION = ("question", "problem", "prompt"), ("answer", "final_answer", "target", "label"), ("solution", "rationale", "response")
+EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id": "id", "id": "id"}  # column: field
 ARITHMETIC_SIZES = {"train": 30000, "test": 500}
 
 
 def load_problems(dataset, split="train", *, question_column=None, answer_column=None, solution_column=None, limit=None, seed=0):
-    """The problems of a split, in the order of the data.
+    """The problems of a split, in the order of the data; with `limit` the first of them.
 
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with <split>.jsonl/.json/.csv/.parquet, or a hub id.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
@@ -61,7 +63,7 @@ def load_problems(dataset, split="train", *, question_column=None, answer_column
     if dataset == "arithmetic":
         if split not in ARITHMETIC_SIZES:
             raise DataError(f"arithmetic has no split {split!r}: there are train and test")
-        return arithmetic_problems(split, limit or ARITHMETIC_SIZES[split], seed)
+        return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed)[:limit]
     path = Path(dataset)
     if path.is_dir():
         path = _split_file(path, split)
@@ -91,8 +93,8 @@ def _file_rows(path):
 
         try:
             table = pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path}: is not a parquet file ({' '.join(str(error).split())[:120]})") from error
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path}: cannot be read as a parquet file ({' '.join(str(error).split())[:120]})") from error
         return [(f"{path} row {i}", row) for i, row in enumerate(table, 1)]
     raw = path.read_bytes()
     try:
@@ -104,10 +106,10 @@ def _file_rows(path):
         return _csv_rows(path, text)
     if path.suffix == ".jsonl":
         lines = ((i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
-        return [(f"{path} line {i}", _json(f"{path} line {i}", line)) for i, line in lines]
+        return [(f"{path} line {i}", _json(path, line, i)) for i, line in lines]
     if not text.strip():
         return []
-    whole = _json(str(path), text)
+    whole = _json(path, text, 1)
     lists = [whole] if isinstance(whole, list) else [v for v in whole.values() if isinstance(v, list)] if isinstance(whole, dict) else []
     if len(lists) != 1:
         raise DataError(f"{path}: must hold a list of objects, or an object with one such list")
@@ -115,19 +117,26 @@ def _file_rows(path):
 
 
 def _csv_rows(path, text):
+    """Strict: an unclosed quote or a cell too many (a comma without quotes) would otherwise swallow rows or cut answers without a word."""
     csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(text.splitlines(keepends=True))
+    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []  # not splitlines(): it also cuts at U+2028 and the like
     try:
-        return [(f"{path} line {reader.line_num}", {k: v for k, v in row.items() if k is not None}) for row in reader]
+        for row in reader:
+            if None in row:
+                raise DataError(f"{path} line {reader.line_num}: has more cells than the header; put text with commas into double quotes")
+            rows.append((f"{path} line {reader.line_num}", row))
     except csv.Error as error:
-        raise DataError(f"{path} line {reader.line_num}: {error}") from error
+        raise DataError(f"{path} line {reader.line_num + 1}: is not CSV ({error})") from error  # where the row begins
+    return rows
 
 
-def _json(where, text):
+def _json(path, text, first_line):
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: is not JSON ({getattr(error, 'msg', 'nested too deep')})") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} line {first_line + error.lineno - 1}: is not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:  # an integer of more than 4,300 digits; brackets within brackets without end
+        raise DataError(f"{path} line {first_line}: cannot be read as JSON ({error})") from error
 
 
 def _hub_rows(dataset, split):
@@ -156,12 +165,12 @@ def _problem(where, row, columns, default_id):
     if "####" in text["answer"]:
         text["solution"], text["answer"] = text["solution"] or text["answer"], text["answer"].rpartition("####")[2]
     elif not text["answer"]:
-        text["answer"] = extract_answer(text["solution"], "boxed") or text["solution"].rpartition("####")[2]
+        text["answer"] = extract_answer(text["solution"], "boxed") or extract_answer(text["solution"], "hash") or ""
     answer = _without_commas(text["answer"].strip())
     if not text["question"] or not answer:
         found = ", ".join(map(str, row))
         raise DataError(f"{where}: has no {'answer' if text['question'] else 'question'} (columns: {found}); name it with a *_column setting or mend the row")
-    extra = {name: _text(where, c, row[c]) for name, cs in dict(subject=("subject", "type"), level=("level",), id=("id", "unique_id")).items() for c in cs if c in row}
+    extra = {field: _text(where, column, row[column]) for column, field in EXTRA.items() if column in row}
     return Problem(text["question"], answer, _worked(text["solution"], answer), **{"id": default_id, **{k: v for k, v in extra.items() if v}})
 
 
@@ -171,7 +180,10 @@ def _text(where, column, value):
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text or a number")
-    return str(value).strip()
+    text = str(value).strip()
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):  # JSON can spell half a character, no tokenizer takes it
+        raise DataError(f"{where}: column {column!r} holds half of a surrogate pair, which is not text")
+    return text
 
 
 def _without_commas(answer):
@@ -230,7 +242,7 @@ def arithmetic_tokenizer():
     words = NAMES + ITEMS + MORE + LESS + ("has", "and", "more", "How", "many", "does", "have", "now")
     special = ["<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>", "<unk>"]
     tags = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-    tokens = [*special, *tags, *"\n .?+-=0123456789", *words, *(f" {w}" for w in words)]
+    tokens = [*special, *tags, *"\n .?+-=0123456789", *words, *(f" {w}" for w in words), "#"]
     raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>| ?[A-Za-z]+|\n|."), "isolated")
     raw.decoder = decoders.Fuse()
@@ -278,8 +290,8 @@ def chat_eos_id(tokenizer, chat_template_kwargs=None):
     """The id that the chat template writes after an answer (what supervised training must teach); the tokenizer's EOS if it writes none."""
     mark = "The answer is 42"
     after = build_prompt(tokenizer, "What is it?", "", chat_template_kwargs, response=mark).rpartition(mark)[2]
-    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else tokenizer.eos_token_id
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}  # Gemma's <end_of_turn>
+    return next((i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in special), tokenizer.eos_token_id)
 
 
 def encode_prompts(problems, tokenizer, system_prompt, max_prompt_length, chat_template_kwargs=None):

@@ -1,0 +1,496 @@
+"""Problems from files, the hub and the generator; prompts; padding; the cut of held-out problems."""
+
+import csv
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import AddedToken, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data import (
+    PLAIN_TEMPLATE,
+    DataError,
+    Problem,
+    arithmetic_problems,
+    arithmetic_tokenizer,
+    build_prompt,
+    chat_eos_id,
+    encode_prompts,
+    load_problems,
+    pad_left,
+    pad_right,
+    split_held_out,
+)
+from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+NATALIA = "She sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def words():
+    return arithmetic_tokenizer()
+
+
+# Files
+
+
+def test_a_gsm8k_answer_gives_the_last_number_without_commas_and_a_solution_without_calculator_notes(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"question": " How many? ", "answer": NATALIA}, {"question": "Q", "answer": "#### is a sign\nx\n#### 1,200 "})
+    first, second = load_problems(path)
+    assert first == Problem("How many?", "72", "She sold 48/2 = 24 clips.\nIn all 48+24 = 72.\n#### 72", id="train-0")
+    assert second.answer == "1200"
+    assert second.solution == "#### is a sign\nx\n#### 1200"
+
+
+COMMAS = {"1,200": "1200", "-$1,234,567.50": "-$1234567.50", "1,2": "1,2", "(1,200)": "(1,200)", "3, 5": "3, 5"}
+
+
+@pytest.mark.parametrize(("written", "answer"), COMMAS.items())
+def test_only_commas_that_group_thousands_of_a_number_are_dropped(tmp_path, written, answer):
+    assert load_problems(jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": written}))[0].answer == answer
+
+
+@pytest.mark.parametrize(("value", "answer"), [(3, "3"), (3.0, "3.0"), (-0.5, "-0.5"), (" x ", "x")])
+def test_an_answer_that_is_a_number_becomes_its_text(tmp_path, value, answer):
+    assert load_problems(jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": value}))[0].answer == answer
+
+
+def test_a_missing_answer_is_the_last_box_of_the_solution_and_never_the_whole_solution(tmp_path):
+    """A solution with neither box nor #### was once taken whole as the answer."""
+    boxed = {"problem": "P", "solution": r"first \boxed{1}, then \boxed{\frac{1}{2}}.", "type": "Algebra", "level": 5, "unique_id": "alg/7"}
+    problem, hashed = load_problems(jsonl(tmp_path / "a.jsonl", boxed, {"problem": "P", "solution": "x\n#### 1,000"}))
+    assert problem == Problem("P", r"\frac{1}{2}", boxed["solution"] + "\n#### \\frac{1}{2}", "Algebra", "5", "alg/7")
+    assert hashed.answer == "1000"
+    with pytest.raises(DataError, match=r"b\.jsonl line 1: has no answer"):
+        load_problems(jsonl(tmp_path / "b.jsonl", {"problem": "P", "solution": "it is plain that the answer is 5"}))
+
+
+def test_usual_column_names_are_found_and_named_ones_win(tmp_path):
+    row = {"prompt": "P", "final_answer": "1", "rationale": "because", "mine": "M", "gold": 2, "why": "so"}
+    path = jsonl(tmp_path / "a.jsonl", row)
+    assert load_problems(path)[0] == Problem("P", "1", "because\n#### 1", id="train-0")
+    named = load_problems(path, question_column="mine", answer_column="gold", solution_column="why")
+    assert named[0] == Problem("M", "2", "so\n#### 2", id="train-0")
+
+
+@pytest.mark.parametrize("setting", ["question_column", "answer_column", "solution_column"])
+def test_an_unknown_named_column_is_refused_with_the_columns_there_are(tmp_path, setting):
+    path = jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": "1"})
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: has no column 'nope' .*question, answer"):
+        load_problems(path, **{setting: "nope"})
+
+
+def test_all_four_kinds_of_file_give_the_same_problems(tmp_path):
+    rows = [{"question": 'Wörter, "2"\nLinien', "answer": "5", "level": "1"}, {"question": "Q\u2028R\x0cS", "answer": "6", "level": "2"}]
+    jsonl(tmp_path / "a.jsonl", *rows)
+    (tmp_path / "b.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "c.json").write_text(json.dumps({"version": 1, "data": rows}), encoding="utf-8")
+    with open(tmp_path / "d.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer", "level"])
+        writer.writeheader()
+        writer.writerows(rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "e.parquet")
+    expected = [Problem(rows[0]["question"], "5", level="1", id="train-0"), Problem("Q\u2028R\x0cS", "6", level="2", id="train-1")]
+    for name in ("a.jsonl", "b.json", "c.json", "d.csv", "e.parquet"):
+        assert load_problems(str(tmp_path / name)) == expected, name
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_a_byte_order_mark_and_windows_line_ends_are_tolerated(tmp_path, name):
+    text = {"a.jsonl": '{"question": "Q", "answer": 1}\r\n\r\n', "a.json": '[{"question": "Q",\r\n"answer": 1}]', "a.csv": "question,answer\r\nQ,1\r\n"}[name]
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_problems(str(tmp_path / name)) == [Problem("Q", "1", id="train-0")]
+
+
+def test_a_folder_gives_the_file_of_the_split_and_a_file_serves_every_split(tmp_path):
+    jsonl(tmp_path / "train.jsonl", {"question": "Q", "answer": "1"})
+    jsonl(tmp_path / "test.jsonl", {"question": "R", "answer": "2"})
+    assert load_problems(str(tmp_path), "train")[0].question == "Q"
+    assert load_problems(str(tmp_path), "test")[0] == Problem("R", "2", id="test-0")
+    assert load_problems(str(tmp_path / "train.jsonl"), "test")[0].question == "Q"
+    with pytest.raises(DataError, match=r"has no validation\.jsonl"):
+        load_problems(str(tmp_path), "validation")
+
+
+def test_the_limit_takes_the_first_rows_in_order_and_must_be_positive(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", *({"question": f"Q{i}", "answer": i} for i in range(5)))
+    assert [p.question for p in load_problems(path, limit=2)] == ["Q0", "Q1"]
+    assert [p.question for p in load_problems(path, limit=9)] == ["Q0", "Q1", "Q2", "Q3", "Q4"]
+    assert load_problems("arithmetic", "test", limit=7) == load_problems("arithmetic", "test")[:7]
+    for limit in (0, -1):
+        with pytest.raises(DataError, match=f"limit={limit}"):
+            load_problems(path, limit=limit)
+
+
+def test_a_row_of_five_megabytes_is_fine(tmp_path):
+    long = "x" * 5_000_000
+    (tmp_path / "a.csv").write_text(f"question,answer\n{long},1\n")
+    assert load_problems(jsonl(tmp_path / "a.jsonl", {"question": long, "answer": "1"})) == load_problems(str(tmp_path / "a.csv"))
+
+
+GOOD = b'{"question": "Q", "answer": "1"}\n'
+BAD = {
+    "broken JSON, blank lines counted": ("a.jsonl", GOOD + b"\n{'question'\n", r"line 3: is not JSON"),
+    "a list in a line": ("a.jsonl", GOOD + b"[1]\n", r"line 2: must be an object"),
+    "no question": ("a.jsonl", b'{"text": "Q", "answer": "1"}\n', r"line 1: has no question \(columns: text, answer\)"),
+    "no answer": ("a.jsonl", GOOD + b'{"question": "Q"}\n', r"line 2: has no answer"),
+    "blank question": ("a.jsonl", GOOD + b'{"question": " ", "answer": "1"}\n', r"line 2: has no question"),
+    "null answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": null}\n', r"line 2: has no answer"),
+    "NaN answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": NaN}\n', r"line 2: has no answer"),
+    "nothing after ####": ("a.jsonl", GOOD + b'{"question": "Q", "answer": "x #### "}\n', r"line 2: has no answer"),
+    "a list for a question": ("a.jsonl", GOOD + b'{"question": ["Q"], "answer": "1"}\n', r"line 2: column 'question' holds list"),
+    "a truth value for an answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": true}\n', r"line 2: column 'answer' holds bool"),
+    "half of a surrogate pair": ("a.jsonl", GOOD + b'{"question": "\\ud83d", "answer": "1"}\n', r"line 2: column 'question' holds half"),
+    "an integer too long for Python": ("a.jsonl", GOOD + b'{"question": "Q", "answer": ' + b"9" * 5000 + b"}\n", r"line 2: cannot be read as JSON"),
+    "brackets without end": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", r"line 2: cannot be read as JSON|line 2: is not JSON"),
+    "bytes that are not UTF-8": ("a.jsonl", GOOD + b'{"question": "\xff"}\n', r"line 2: is not UTF-8"),
+    "UTF-16": ("a.csv", "question,answer\nQ,1".encode("utf-16"), r"line 1: is not UTF-8"),
+    "an empty file": ("a.jsonl", b"", r"holds no rows"),
+    "blank lines only": ("a.jsonl", b"\n \n", r"holds no rows"),
+    "an empty .json": ("a.json", b" ", r"holds no rows"),
+    "an empty list": ("a.json", b"[]", r"holds no rows"),
+    "broken .json": ("a.json", b'[{"question": "Q",\n"answer" 1}]', r"line 2: is not JSON"),
+    ".json with two lists": ("a.json", b'{"a": [], "b": []}', r"one such list"),
+    ".json with a bare number": ("a.json", b"5", r"must hold a list"),
+    "a second object without answer": ("a.json", b'[{"question": "Q", "answer": 1}, {"question": "Q"}]', r"row 2: has no answer"),
+    "a header alone": ("a.csv", b"question,answer\n", r"holds no rows"),
+    "a short row after one of two lines": ("a.csv", b'question,answer\n"Q\nR",1\nQ\n', r"line 4: has no answer"),
+    "a comma without quotes": ("a.csv", b"question,answer\nQ,1\nOne, two?,3\n", r"line 3: has more cells than the header"),
+    "a quote that is never closed": ("a.csv", b'question,answer\n"Q,1\nR,2\n', r"line 2: is not CSV"),
+    "a file that is not parquet": ("a.parquet", b"PAR1 nothing", r"cannot be read as a parquet file"),
+    "an unknown kind of file": ("a.txt", b"Q 1", r"ends in one of \.jsonl, \.json, \.csv, \.parquet"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line_with_the_file_and_the_place(tmp_path, case):
+    name, content, message = BAD[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_problems(str(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_cells_of_a_parquet_file_are_named_by_row(tmp_path):
+    for i, missing in enumerate((None, math.nan)):
+        path = tmp_path / f"{i}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"question": ["Q", "R"], "answer": pyarrow.array([1.5, missing], pyarrow.float64())}), path)
+        with pytest.raises(DataError, match=rf"{i}\.parquet row 2: has no answer"):
+            load_problems(str(path))
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.jsonl: there is no such file"):
+        load_problems(str(tmp_path / "gone.jsonl"))
+
+
+# The hub
+
+
+def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach\nthe hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"'openai/gsm8k', split 'test', cannot be loaded: give a folder with test\.jsonl or a file.*reach the hub"):
+        load_problems("gsm8k", "test")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "split", "asked"),
+    [
+        ("gsm8k", "train", ("openai/gsm8k", "main", "train")),
+        ("math", "train", ("nlile/hendrycks-MATH-benchmark", None, "train")),
+        ("math", "test", ("HuggingFaceH4/MATH-500", None, "test")),
+        ("me/my-data.v1", "dev", ("me/my-data.v1", None, "dev")),
+    ],
+)
+def test_each_name_asks_the_hub_for_its_data_set(monkeypatch, dataset, split, asked):
+    seen = []
+
+    def stand_in(name, config=None, split=None):
+        seen.append((name, config, split))
+        first = {"problem": "P", "answer": "1", "subject": "Algebra", "level": 3, "unique_id": "u1"}
+        return datasets.Dataset.from_list([first, {**first, "problem": ""}])
+
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    assert load_problems(dataset, split, limit=1) == [Problem("P", "1", subject="Algebra", level="3", id="u1")]
+    assert seen == [asked]
+    with pytest.raises(DataError, match=rf"{asked[0]} row 2: has no question"):
+        load_problems(dataset, split)
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no GSM8K beside the project (shared/data/gsm8k)")
+def test_gsm8k_loads_whole_with_numbers_for_answers():
+    for split, count in (("train", 7473), ("test", 1319)):
+        problems = load_problems(str(SHARED / "gsm8k"), split)
+        assert len(problems) == count
+        assert all(p.answer.lstrip("-").isdigit() for p in problems)
+        assert not any("<<" in p.solution or "," in p.answer for p in problems)
+        assert all(p.solution.endswith(f"\n#### {p.answer}") and p.solution.count("####") == 1 for p in problems)
+
+
+@pytest.mark.skipif(not (SHARED / "math500").is_dir(), reason="no MATH-500 beside the project (shared/data/math500)")
+def test_math500_loads_whole_with_its_levels():
+    problems = load_problems(str(SHARED / "math500"), "test")
+    assert len(problems) == 500
+    assert {p.level for p in problems} == {"1", "2", "3", "4", "5"}
+    assert problems[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
+
+
+# The generated task
+
+
+def test_arithmetic_answers_are_what_the_question_asks_for():
+    """Read independently of the generator: `more` stands in every adding question and in no other."""
+    for split in ("train", "test"):
+        for p in load_problems("arithmetic", split, limit=2000):
+            first, second = (int(w.strip(".")) for w in p.question.split() if w.strip(".").isdigit())
+            assert p.answer == str(first + second if " more." in p.question else first - second)
+            assert 3 <= first <= 20
+            assert 1 <= second <= 9
+            assert 1 <= int(p.answer) <= 29
+
+
+def test_half_of_the_train_solutions_choose_the_wrong_operation_whatever_the_verb_and_no_test_solution_does():
+    """Binomial, n = 8,000, p = 1/2: within 4 standard deviations, 179; the same within each verb."""
+    train, test = load_problems("arithmetic", limit=8000), load_problems("arithmetic", "test")
+    wrong = {}
+    for p in train:
+        wrong.setdefault(p.question.split(" and ")[1].split()[0], []).append(extract_answer(p.solution, "hash") != p.answer)
+    assert len(wrong) == 8
+    assert abs(sum(map(sum, wrong.values())) - 4000) < 179
+    for verb, flags in wrong.items():
+        assert abs(sum(flags) - len(flags) / 2) < 4 * math.sqrt(len(flags) / 4), verb
+    assert all(extract_answer(p.solution, "hash") == p.answer for p in test)
+
+
+def test_a_wrong_solution_is_the_other_operation_worked_out_correctly():
+    for p in load_problems("arithmetic", limit=500):
+        left, operator, right, _, result = p.solution.splitlines()[0].split()[-5:]
+        assert int(result) == int(left) + int(right) * {"+": 1, "-": -1}[operator]
+        assert p.solution.endswith(f"\n#### {result}")
+
+
+def test_no_seed_and_no_count_puts_a_question_into_both_splits():
+    train = [{p.question for p in arithmetic_problems("train", 40_000, seed)} for seed in (0, 1)]
+    test = [{p.question for p in arithmetic_problems("test", 4_000, seed)} for seed in (0, 1)]
+    assert list(map(len, train + test)) == [40_000, 40_000, 4_000, 4_000]  # no duplicates either
+    assert not (train[0] | train[1]) & (test[0] | test[1])
+    assert train[0] != train[1]
+    assert test[0] != test[1]
+
+
+def test_asking_for_more_arithmetic_than_exists_or_for_an_unknown_split_is_refused():
+    with pytest.raises(DataError, match=r"test has [0-9]+ problems, 1000000 were asked for"):
+        arithmetic_problems("test", 1_000_000)
+    with pytest.raises(DataError, match="arithmetic has no split 'dev'"):
+        load_problems("arithmetic", "dev")
+
+
+def test_arithmetic_is_the_same_in_another_process():
+    """hash() of a text is another number in each process; the draw must not rest on it."""
+    program = "import data; [print(p.question, p.solution.split()) for p in data.arithmetic_problems('train', 20, seed=3)]"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{p.question} {p.solution.split()}" for p in arithmetic_problems("train", 20, seed=3)]
+
+
+def test_the_word_tokenizer_gives_back_every_text_to_the_letter(words):
+    """Word-level decoding that puts a space inside 17 makes two numbers of it; `#` was once missing from the vocabulary."""
+    for p in load_problems("arithmetic", limit=500):
+        reasoning, answer = p.solution.split("\n#### ")
+        written = [ANSWER_FORMATS[name].write(reasoning, answer) for name in ("xml", "hash")]
+        for text in (p.question, p.solution, *written, build_prompt(words, p.question, SYSTEM_PROMPT, response=written[0])):
+            ids = words(text, add_special_tokens=False)["input_ids"]
+            assert words.unk_token_id not in ids
+            assert words.decode(ids) == text
+            assert "".join(words.decode([i]) for i in ids) == text
+
+
+def test_the_word_tokenizer_is_small_and_has_one_token_a_word_tag_or_digit(words):
+    assert 80 <= len(words) <= 150
+    assert words.convert_ids_to_tokens(words("<reasoning>\nAnn has 17 pens.</reasoning>", add_special_tokens=False)["input_ids"]) == [
+        "<reasoning>", "\n", "Ann", " has", " ", "1", "7", " pens", ".", "</reasoning>",
+    ]  # fmt: skip
+    assert (words.pad_token, words.eos_token, words.unk_token, words.padding_side) == ("<|pad|>", "<|eos|>", "<unk>", "left")
+
+
+def test_the_word_tokenizer_survives_saving_and_loading(words, tmp_path):
+    words.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert (loaded.chat_template, loaded.padding_side, loaded.get_vocab()) == (words.chat_template, "left", words.get_vocab())
+    assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (words.eos_token_id, words.pad_token_id, len(words))
+    for p in load_problems("arithmetic", limit=50):
+        text = build_prompt(loaded, p.question, SYSTEM_PROMPT, response="<reasoning>\n12 + 5 = 17\n</reasoning>\n<answer>\n17\n</answer>\n")
+        ids = loaded(text, add_special_tokens=False)["input_ids"]
+        assert ids == words(text, add_special_tokens=False)["input_ids"]
+        assert loaded.decode(ids) == text
+
+
+def test_the_word_tokenizers_template_leaves_the_system_message_out(words):
+    assert build_prompt(words, "How many?", SYSTEM_PROMPT) == "<|user|>How many?<|assistant|>"
+    assert build_prompt(words, "How many?", SYSTEM_PROMPT, response="17") == "<|user|>How many?<|assistant|>17<|eos|>"
+
+
+# Prompts
+
+
+def copy_of(tokenizer, template):
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = template
+    return made
+
+
+def test_the_prompt_is_the_chat_templates_and_an_empty_system_prompt_is_left_out(tokenizer):
+    user = "<|im_start|>user\nQ<|im_end|>\n"
+    assert build_prompt(tokenizer, "Q", "S") == f"<|im_start|>system\nS<|im_end|>\n{user}<|im_start|>assistant\n"
+    assert build_prompt(tokenizer, "Q", "") == f"{user}<|im_start|>assistant\n"
+    assert build_prompt(tokenizer, "Q", "", response="A") == f"{user}<|im_start|>assistant\nA<|im_end|>\n"
+
+
+def test_a_prompt_with_a_response_goes_on_from_the_prompt_without_one(tokenizer):
+    assert build_prompt(tokenizer, "Q", "S", response="A").startswith(build_prompt(tokenizer, "Q", "S") + "A")
+
+
+def test_template_settings_reach_the_template(tokenizer):
+    thinking = copy_of(tokenizer, "{{ messages[-1]['content'] }}{% if enable_thinking %}<think>{% endif %}")
+    assert build_prompt(thinking, "Q", "", {"enable_thinking": True}) == "Q<think>"
+    assert build_prompt(thinking, "Q", "", {"enable_thinking": False}) == "Q"
+
+
+REFUSES_SYSTEM = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
+def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_question(tokenizer):
+    gemma = copy_of(tokenizer, REFUSES_SYSTEM)
+    assert build_prompt(gemma, "Q", "S") == "<|im_start|>user\nS\n\nQ<|im_end|>\n<|im_start|>model\n"
+    assert build_prompt(gemma, "Q", "") == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n"
+
+
+def test_a_tokenizer_without_a_chat_template_gets_the_plain_one_and_one_warning(tokenizer):
+    bare = copy_of(tokenizer, None)
+    with pytest.warns(UserWarning, match="no chat template"):
+        assert build_prompt(bare, "Q", "S") == "S\n\nQuestion: Q\nAnswer: "
+    assert bare.chat_template == PLAIN_TEMPLATE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert build_prompt(bare, "Q", "S", response="A") == "S\n\nQuestion: Q\nAnswer: A<|im_end|>\n"
+    assert chat_eos_id(bare) == bare.eos_token_id
+
+
+def test_the_eos_to_train_is_the_one_the_template_writes_not_the_tokenizers(tokenizer):
+    """Two EOS ids are usual; Gemma's <end_of_turn> is special without being among the named special tokens."""
+    end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert chat_eos_id(tokenizer) == end
+    for template, expected in (
+        ("{% for m in messages %}{{ m['content'] }} <|endoftext|>{% endfor %}", other),
+        ("{% for m in messages %}{{ m['content'] }}\nend of turn<|im_start|>{% endfor %}", tokenizer.convert_tokens_to_ids("<|im_start|>")),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", end),  # writes none: the tokenizer's
+    ):
+        assert chat_eos_id(copy_of(tokenizer, template)) == expected
+    gemma = copy_of(tokenizer, "{% for m in messages %}{{ m['content'] }}<end_of_turn>\n{% endfor %}")
+    gemma.add_tokens([AddedToken("<end_of_turn>", special=True)])
+    assert chat_eos_id(gemma) == gemma.convert_tokens_to_ids("<end_of_turn>")
+
+
+def test_a_prompt_that_is_too_long_is_skipped_and_counted_and_none_is_cut(tokenizer):
+    """TRL#3569: cutting at the token limit cuts off the question or <|im_start|>."""
+    problems = [Problem("Q", "1"), Problem("pens " * 5000, "2"), Problem("R", "3")]
+    kept, skipped = encode_prompts(problems, tokenizer, "S", 100)
+    assert [e.problem.answer for e in kept] == ["1", "3"]
+    assert skipped == 1
+    for e in kept:
+        assert tokenizer.decode(e.ids) == e.prompt == build_prompt(tokenizer, e.problem.question, "S")
+
+
+def test_the_longest_prompt_allowed_is_kept_and_all_too_long_is_an_error_that_says_what_would_do(tokenizer):
+    length = len(tokenizer(build_prompt(tokenizer, "Q", "S"))["input_ids"])
+    assert len(encode_prompts([Problem("Q", "1")], tokenizer, "S", length)[0]) == 1
+    with pytest.raises(DataError, match=f"max_prompt_length={length - 1}: the shortest has {length} tokens"):
+        encode_prompts([Problem("Q and more", "1"), Problem("Q", "1")], tokenizer, "S", length - 1)
+
+
+def test_the_tokenizer_adds_no_second_bos_to_the_templates(words):
+    """Llama's template writes a BOS and its tokenizer adds another; `add_special_tokens=False` keeps the template's only."""
+    adds_bos = arithmetic_tokenizer()
+    adds_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", words.pad_token_id)])
+    assert adds_bos("17")["input_ids"][0] == words.pad_token_id
+    assert encode_prompts([Problem("17", "1")], adds_bos, "", 9)[0][0].ids == words("<|user|>17<|assistant|>")["input_ids"]
+
+
+# Padding, and the cut
+
+
+def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
+    ids, mask = pad_left([[1, 2, 3], [0], (4, 5)], pad_id=0)
+    assert ids.tolist() == [[1, 2, 3], [0, 0, 0], [0, 4, 5]]
+    assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]  # a real token may be the pad id
+    assert (ids.dtype, mask.dtype) == (torch.long, torch.bool)
+    ids, mask = pad_right([[1, 2, 3], [0], (4, 5)], pad_id=9)
+    assert ids.tolist() == [[1, 2, 3], [0, 9, 9], [4, 5, 9]]
+    assert mask.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
+    assert (ids.dtype, mask.dtype) == (torch.long, torch.bool)
+
+
+def numbered(count):
+    return [Problem(f"Question {i}?", str(i), id=str(i)) for i in range(count)]
+
+
+def test_the_held_out_problems_do_not_depend_on_the_order_and_both_sides_keep_theirs():
+    problems = numbered(200)
+    train, held = split_held_out(problems, 40)
+    assert (len(train), len(held)) == (160, 40)
+    for side in (train, held):
+        assert all(int(a.id) < int(b.id) for a, b in pairwise(side))
+    shuffled = random.Random(0).sample(problems, 200)
+    assert set(split_held_out(shuffled, 40)[1]) == set(held)
+    assert held != problems[:40]
+    assert held != problems[-40:]
+
+
+def test_a_row_more_moves_at_most_one_problem_back_to_training():
+    held = split_held_out(numbered(200), 40)[1]
+    more = split_held_out(numbered(201), 40)[1]
+    assert len(set(held) - set(more)) <= 1
+
+
+def test_a_question_that_occurs_twice_is_on_one_side_only():
+    doubled = [Problem(p.question, p.answer, id=f"{p.id}-{copy}") for copy in range(3) for p in numbered(50)]
+    for count in (1, 10, 50, 148 - 3):
+        train, held = split_held_out(doubled, count)
+        assert not {p.question for p in train} & {p.question for p in held}
+        assert count <= len(held) < count + 3
+        assert len(train) + len(held) == 150
+
+
+def test_nothing_can_be_held_out_but_not_everything():
+    problems = numbered(5)
+    assert split_held_out(problems, 0) == (problems, [])
+    for count in (5, 6):
+        with pytest.raises(DataError, match=f"{count} held-out problems leave none of 5"):
+            split_held_out(problems, count)
+    with pytest.raises(DataError, match="leave none of 3"):
+        split_held_out([Problem("the same", "1")] * 3, 1)
