@@ -15,6 +15,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.utils import logging as transformers_logging
 
 from rewards import ANSWER_FORMATS
 
@@ -57,7 +58,7 @@ class TrainConfig:
     limit: int | None = setting(None, "train on the first N problems only")
     answer_format: str = setting("xml", "how answers are written: " + ", ".join(ANSWER_FORMATS))
     system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
-    chat_template_kwargs: str = setting("{}", "JSON object handed to the chat template, such as {\"enable_thinking\": false}")
+    chat_template_kwargs: str = setting("{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}')
     output_dir: str = setting("grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go")
     overwrite_output_dir: bool = setting(False, "write into an output_dir that holds a run already")
     batch_size: int = setting(7, "problems a step, over all processes")
@@ -248,6 +249,7 @@ def run_main(main):
     from data import DataError
     from rewards import RewardError
 
+    transformers_logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
@@ -266,7 +268,9 @@ def _last_words(error, status):
 
 def resolved(config):
     """Every setting, the versions and the commit: what `run_config.yaml` holds. No tokens, no environment."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
     packages = ("torch", "transformers", "accelerate", "datasets", "numpy")
     versions = {name: metadata.version(name) for name in packages if _installed(name)}
     return {**dataclasses.asdict(config), "versions": {"python": sys.version.split()[0], **versions}, "commit": commit or "unknown"}

@@ -129,11 +129,12 @@ def delimiter_automaton(pieces, delimiter):
             text = pattern[:state] + bytes([byte])
             byte_step[state, byte] = next(k for k in range(min(len(text), final), -1, -1) if text.endswith(pattern[:k]))
     byte_step[final] = final
-    order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i]))
     states = np.repeat(np.arange(final + 1)[:, None], len(pieces), axis=1)
-    for position in range(max(map(len, pieces), default=0)):
-        active = [i for i in order if len(pieces[i]) > position] if position == 0 else [i for i in active if len(pieces[i]) > position]
+    active, position = [i for i, piece in enumerate(pieces) if piece], 0
+    while active:  # one byte of every token that still has one
         states[:, active] = byte_step[states[:, active], np.array([pieces[i][position] for i in active])]
+        position += 1
+        active = [i for i in active if len(pieces[i]) > position]
     return torch.from_numpy(states)
 
 
@@ -287,9 +288,7 @@ class GroupDecoder:
 
     def _forward(self, embeds, attention, positions, cache):
         """Next-token logits (N, V) after inputs (N, Q, E)."""
-        out = model_body(self.model)(
-            inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: cache}
-        )
+        out = model_body(self.model)(inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: cache})
         return vocab_logits(self.model, out.last_hidden_state[:, -1], self.tables)
 
     def _sample(self, t, logits, out, uniforms, top_k, top_p):

@@ -52,7 +52,8 @@ from training import (
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 SHOWN = {"reward": "reward", "correct": "correct", "eval_accuracy": "held-out", "completion_length": "length", "kl": "kl", "entropy": "entropy",
-         "frac_reward_zero_std": "no-signal", "grad_norm": "grad", "rollout_seconds": "rollout s", "update_seconds": "update s", "skipped": "SKIPPED:"}  # fmt: skip
+         "frac_reward_zero_std": "no-signal", "grad_norm": "grad", "rollout_seconds": "rollout s",
+         "update_seconds": "update s", "skipped": "SKIPPED:"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,18 @@ class Config(TrainConfig):
     """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400 tokens, Qwen2.5-1.5B-Instruct)."""
 
     num_generations: int = setting(12, "G, completions of each problem; they are compared with each other, so at least 2")
-    outer_iterations: int = setting(1, "times num_steps steps; each begins with the reference made a copy of the policy (the original script calls this num_iterations, which in TRL means mu)")
+    outer_iterations: int = setting(
+        1,
+        "times num_steps steps, each begun with the reference a copy of the policy (num_iterations in the original script; in TRL that means mu)",
+    )
     temperature: float = setting(1.0, "sampling temperature; log-probs are taken at the same one")
     mu: int = setting(1, "optimiser steps on each rollout; with 1 the ratio is always 1 and nothing is ever clipped")
     beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference")
     epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon")
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
-    loss_type: str = setting("grpo", "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)")
+    loss_type: str = setting(
+        "grpo", "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)"
+    )
     scale_rewards: str = setting("group", "group: advantages are divided by the group's standard deviation; none: they are not")
     mask_truncated_completions: bool = setting(False, "leave completions that the length limit cut off out of the loss")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS))
@@ -341,6 +347,8 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     totals = accelerator.reduce(torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum").tolist()
     tokens = config.mu * max(counts[1], 1)
     means = {n: value / (config.mu if n == "loss" else tokens) for n, value in zip(names, totals, strict=True)}
+    if ref_scorer is None:
+        del means["kl"]  # there is nothing to measure it against
     return {**means, "logp_diff_max": largest(float(furthest)), "grad_norm": statistics.fmean(norms), **skipped}
 
 
@@ -436,7 +444,9 @@ def explain_first_group(decoder, scorer, rollout, step, config):
     uniforms = rollout_uniforms(config.seed, step, 0, config.num_generations, config.max_completion_length)
     effect = interaction_effect(scorer, rollout, uniforms)
     G = config.num_generations
-    sampled, alone = ([[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([ids for ids, _ in rollout.completions()[:G]], effect.pop("alone")))
+    sampled, alone = (
+        [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([ids for ids, _ in rollout.completions()[:G]], effect.pop("alone"))
+    )
     text = describe_interaction(sampled, alone, rollout.mix[0], rollout.thinking[:G], rollout.input_change[:G], **effect)
     return f"M3PO_DEBUG, step {step + 1}, first group: {text}"
 

@@ -66,19 +66,19 @@ def apply_cross_path_interaction_batch(current_embeds, num_generations, thinking
     return blend(embeds, weights, lambda_blend).view(rows, width)
 
 
-def describe_interaction(tokens, alone, mix, thinking, input_change, similarity, divergence):
+def describe_interaction(tokens, alone, mix, thinking, input_change, steps, similarity, divergence):
     """Text for M3PO_DEBUG: who listened to whom in one group, and did it matter?
 
     tokens, alone: G lists of token texts, as sampled and as the same draws would have given them had nobody been heard; mix (T, G, G);
-    thinking, input_change (G, T); similarity (steps, G, G) of the next-token distributions; divergence (G,) mean KL in nats.
+    thinking, input_change (G, T); similarity (steps, G, G) of the next-token distributions at the tokens `steps`; divergence (G,) mean KL.
     """
     G, mix, thinking = len(tokens), mix.cpu(), thinking.cpu()
     heard = mix.sum(-1).T > 0  # (G, T): the input of this token was a blend
     lines = [f"{G} paths; still thinking after each token: " + " ".join(map(str, thinking.sum(0).tolist()))]
-    for t in range(min(len(similarity), len(mix))):
+    for place, t in enumerate(steps):
         lines.append(f"token {t + 1}: similarity of the paths' distributions | weights (row listens to column)")
         for g in range(G):
-            row = " ".join(f"{v:4.2f}" for v in similarity[t, g].tolist()), " ".join(f"{v:4.2f}" if v else "   ." for v in mix[t, g].tolist())
+            row = " ".join(f"{v:4.2f}" for v in similarity[place, g].tolist()), " ".join(f"{v:4.2f}" if v else "   ." for v in mix[t, g].tolist())
             lines.append(f"  path {g} {tokens[g][t] if t < len(tokens[g]) else '':>12.12}  {row[0]} | {row[1]}".replace("\n", "\\n"))
     lines.append("whom each path listened to most, mean weight over the tokens where it heard somebody:")
     for g in range(G):

@@ -200,25 +200,27 @@ class Scorer(nn.Module):
 
 
 @torch.no_grad()
-def interaction_effect(scorer, rollout, uniforms, first_steps=3):
+def interaction_effect(scorer, rollout, uniforms):
     """What the blending did to the first group of a rollout, by scoring it again with and without it.
 
-    Returns similarity (first_steps, G, G), the cosines of the paths' next-token distributions; alone, G lists of the ids that the same
-    draws (G, T) give after the same tokens where nobody is heard; divergence (G,), the mean KL in nats.
+    Returns steps, the first two and the one where the weights are the most uneven; similarity (steps, G, G), the cosines of the paths'
+    next-token distributions there; alone, G lists of the ids that the same draws (G, T) give after the same tokens where nobody is heard;
+    divergence (G,), the mean KL in nats.
     """
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
-    similar, others, divergence = [], [], torch.zeros(G)
+    steps = sorted({0, min(1, len(rollout.mix[0]) - 1), int((rollout.mix[0].amax((1, 2)) - rollout.mix[0].sum((1, 2)) / G**2).argmax())})
+    others, similar, divergence = [], [], torch.zeros(G)
     for g in range(G):
         row = torch.tensor([g], device=rollout.ids.device)
         with torch.autocast(**scorer.autocast):
             logits = [vocab_logits(scorer.model, scorer.hidden(r, row)[0], scorer.tables) for r in (rollout, plain)]
         heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
-        count = len(heard)
-        others.append(inverse_cdf(alone.exp(), uniforms[g, :count].to(alone.device)).tolist())
+        others.append(inverse_cdf(alone.exp(), uniforms[g, : len(alone)].to(alone.device)).tolist())
         divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()
-        similar.append(F.pad(F.normalize(logits[0][:first_steps].softmax(-1), dim=-1), (0, 0, 0, max(0, first_steps - count))))
-    stacked = torch.stack(similar, dim=1)  # (first_steps, G, V)
-    return {"similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
+        probs = logits[0].softmax(-1)
+        similar.append(torch.stack([F.normalize(probs[t], dim=-1) if t < len(probs) else torch.zeros_like(probs[0]) for t in steps]))
+    stacked = torch.stack(similar, dim=1)  # (steps, G, V)
+    return {"steps": steps, "similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
 
 
 def micro_batches(rollout, token_budget):

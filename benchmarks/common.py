@@ -49,6 +49,23 @@ def cpu():
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
+def one_line_each(result):
+    """JSON with a line a field and a line a row: diffs stay readable."""
+    fields = []
+    for key, value in result.items():
+        items = (
+            [f"  {json.dumps(v)}" for v in value]
+            if isinstance(value, list)
+            else [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()]
+            if isinstance(value, dict)
+            else None
+        )
+        ends = "[]" if isinstance(value, list) else "{}"
+        text = json.dumps(value) if items is None else f"{ends[0]}\n" + ",\n".join(items) + f"\n {ends[1]}"
+        fields.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
 def write_results(name, rows, command=None, **more):
     """Print a table and write results/NAME.json; rows: (case, metric, value, unit)."""
     packages = ("torch", "transformers", "accelerate", "trl")
@@ -58,14 +75,14 @@ def write_results(name, rows, command=None, **more):
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     result = {
         "script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command or "python " + " ".join(sys.argv), "card": card(), "cpu": cpu(),
         "versions": versions, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", **more,
         "rows": [dict(zip(("case", "metric", "value", "unit"), row, strict=True)) for row in rows],
     }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(one_line_each(result))
     width = max(len(row[0]) for row in rows)
     for case, metric, value, unit in rows:
         print(f"{case:<{width}}  {metric:<28} {value!s:>24} {unit}")

@@ -8,11 +8,12 @@ The last stage reloads the saved directory by plain transformers in a process of
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from common import ROOT, evaluate, run_script, write_results
+from common import RESULTS, ROOT, evaluate, run_script, write_results
 
 CASE = "qwen-coder-0.5b"
 STAGES = ("zero_shot", "warm_start", "before", "train", "after", "reload")
@@ -47,7 +48,20 @@ def main():
     parser.add_argument("--train_flags", nargs=argparse.REMAINDER, default=[], help="flags for grpo_train.py beside the recipe, last on the line")
     args = parser.parse_args()
     evals, start, out = args.work / "eval", args.work / "warm_start", args.work / "grpo"
-    common = ("--dataset", args.data, "--split", "test", "--limit", args.questions, "--answer_format", "xml", "--max_completion_length", 300, "--batch_size", 1024)
+    common = (
+        "--dataset",
+        args.data,
+        "--split",
+        "test",
+        "--limit",
+        args.questions,
+        "--answer_format",
+        "xml",
+        "--max_completion_length",
+        300,
+        "--batch_size",
+        1024,
+    )
     sampling = ("--num_samples", 4, "--temperature", 1)
     if "zero_shot" in args.stage:
         evaluate(args.model, "zero_shot", evals, *common)
@@ -96,9 +110,10 @@ def report(args, evals, start, out):
         ("update_seconds_mid_run", round(middle["update_seconds"], 2), "s"),
         ("logp_diff_mean_last_step", round(steps[-1]["logp_diff"], 5), "nats"),
         ("logp_diff_max", round(max(s["logp_diff_max"] for s in steps), 3), "nats"),
-        ("update_shown_first_step", round(steps[0]["update_shown"], 4), "share of weights"),
+        ("update_shown_mid_run", round(middle["update_shown"], 4), "share of weights"),
         ("reloaded_same_completions", f"{reload['same']} of {reload['of']}", "completions"),
     ]
+    shutil.copy(out / "metrics.jsonl", RESULTS / "gsm8k_h100_metrics.jsonl")
     write_results("gsm8k_h100", [(CASE, *row) for row in rows], recipe=" ".join(RECIPE), seed=0)
 
 

@@ -12,12 +12,12 @@ import sys
 from common import ROOT, write_results
 
 sys.path.insert(0, str(ROOT))
-import torch  # noqa: E402
+import torch
 
-from data import encode_prompts, load_problems, pad_left  # noqa: E402
-from generation import GroupDecoder, Interaction, rollout_uniforms  # noqa: E402
-from rewards import ANSWER_FORMATS  # noqa: E402
-from training import Scorer, load_model, load_tokenizer, micro_batches  # noqa: E402
+from data import encode_prompts, load_problems, pad_left
+from generation import GroupDecoder, Interaction, rollout_uniforms
+from rewards import ANSWER_FORMATS
+from training import Scorer, load_model, load_tokenizer, micro_batches
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ Accuracy on 500 held-out problems before GRPO (the warm start's directory) and a
 """
 
 import argparse
+import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,8 @@ def main():
     args = parser.parse_args()
     with ThreadPoolExecutor(args.parallel) as pool:
         rows = [row for case_rows in pool.map(lambda case: run_case(case, args.work), args.cases) for row in case_rows]
-    write_results("tiny_job", rows, parallel=args.parallel)
+    curves = {case: [json.loads(line)["correct"] for line in open(args.work / case / "metrics.jsonl")] for case in args.cases}
+    write_results("tiny_job", rows, parallel=args.parallel, curves={case: [round(v, 3) for v in curve] for case, curve in curves.items()})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def test_greedy_decoding_in_float32_equals_generate_on_the_card(family, tokenize
     for (ids, _), prompt in zip((a[0] for a in decoder.complete(prompts, T)), prompts, strict=True):
         beyond = list(range(len(tokenizer), model.config.vocab_size))
         row = torch.tensor([prompt], device="cuda")
-        made = model.generate(input_ids=row, attention_mask=torch.ones_like(row), max_new_tokens=T, do_sample=False, suppress_tokens=beyond)[0, len(prompt) :].tolist()
+        made = model.generate(input_ids=row, attention_mask=torch.ones_like(row), max_new_tokens=T, do_sample=False, suppress_tokens=beyond)[
+            0, len(prompt) :
+        ].tolist()
         end = next((i + 1 for i, token in enumerate(made) if token in decoder.tables.eos_ids), len(made))
         assert ids == made[:end]
 

@@ -92,7 +92,7 @@ def test_the_debug_text_says_who_was_heard_and_which_tokens_turned():
     mix = torch.zeros(2, 2, 2)
     mix[0] = torch.tensor([[0, 1.0], [1.0, 0]])
     text = describe_interaction(
-        [["a", "x"], ["b", "y"]], [["a", "z"], ["b", "y"]], mix, torch.ones(2, 2, dtype=torch.bool), torch.full((2, 2), 0.125), torch.ones(1, 2, 2), torch.zeros(2)
+        [["a", "x"], ["b", "y"]], [["a", "z"], ["b", "y"]], mix, torch.ones(2, 2).bool(), torch.full((2, 2), 0.125), [0], torch.ones(1, 2, 2), torch.zeros(2)
     )  # fmt: skip
     assert "path 0: heard somebody at 1 of 2 tokens; 1 (1.00); inputs moved by 12.5%" in text
     assert "1 of 4 tokens would have been others" in text

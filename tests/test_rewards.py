@@ -388,9 +388,7 @@ def test_a_function_that_raises_is_named_with_the_completion_it_raises_on():
     def picky(completions, answer, **kwargs):
         return [float(int(c)) + len(a) for c, a in zip(completions, answer, strict=True)]
 
-    with pytest.raises(
-        RewardError, match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$"
-    ) as caught:
+    with pytest.raises(RewardError, match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$") as caught:
         compute_rewards([(picky, 1.0)], ["p"] * 3, ["1", "b\na", "3"], step=4, answer=["7"] * 3)
     assert isinstance(caught.value.__cause__, ValueError)
     assert "\n" not in str(caught.value)
@@ -400,9 +398,7 @@ def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_
     def together(completions, **kwargs):
         return [1.0 / (len(completions) == 1)]
 
-    with pytest.raises(
-        RewardError, match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$"
-    ):
+    with pytest.raises(RewardError, match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$"):
         compute_rewards([(together, 1.0)], ["p"] * 2, ["x", "y"])
 
 

@@ -134,8 +134,6 @@ def test_micro_batches_hold_every_row_once_within_the_budget(llama, tokenizer, p
     assert len(micro_batches(out, 10**6)) == 1
 
 
-
-
 def config_for_steps(**kwargs):
     from grpo_train import Config
 
@@ -242,7 +240,7 @@ def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(l
     sampled = [ids for ids, _ in out.completions()]
     assert effect["alone"] != sampled
     assert effect["divergence"].max() > 1e-3
-    assert torch.allclose(effect["similarity"].diagonal(dim1=1, dim2=2), torch.ones(3, G), atol=1e-5)
+    assert torch.allclose(effect["similarity"].diagonal(dim1=1, dim2=2), torch.ones(len(effect["steps"]), G), atol=1e-5)
     decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.0)
     out.mix, sampled = torch.zeros(1, out.ids.shape[1], G, G), [ids for ids, _ in out.completions()]
     effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)

@@ -1,0 +1,151 @@
+"""The warm start's targets and the evaluation's numbers."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import grpo_eval
+import sft_train
+from config import SettingError
+from conftest import build_model
+from data import DataError, EncodedProblem, Problem, build_prompt
+from generation import GroupDecoder, token_tables
+from rewards import ANSWER_FORMATS, extract_answer
+from training import Scorer, save_model
+
+
+def encoded(tokenizer, question, answer, solution):
+    prompt = build_prompt(tokenizer, question, "")
+    return EncodedProblem(Problem(question, answer, solution, id="p1"), prompt, tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("name", list(ANSWER_FORMATS))
+def test_a_target_is_the_solution_in_the_format_and_ends_in_the_eos_of_the_template(tokenizer, name):
+    problem = encoded(tokenizer, "How many pens?", "17", "Ann has 12 + 5 = 17.\n#### 17")
+    [(_, ids)] = sft_train.responses([problem], tokenizer, sft_train.Config(answer_format=name))
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "12 + 5 = 17" in text
+    assert extract_answer(text, name) == "17"
+
+
+def test_the_solution_s_own_answer_is_learned_even_where_it_is_wrong(tokenizer):
+    """The embedded task's warm start copies wrong solutions; writing the right label under a wrong derivation would leak it."""
+    problem = encoded(tokenizer, "How many pens?", "17", "12 - 5 = 7\n#### 7")
+    [(_, ids)] = sft_train.responses([problem], tokenizer, sft_train.Config())
+    assert extract_answer(tokenizer.decode(ids)) == "7"
+
+
+def test_problems_without_a_worked_solution_are_named(tokenizer):
+    with pytest.raises(DataError, match=r"problem p1 has no worked solution"):
+        sft_train.responses([encoded(tokenizer, "q", "17", "")], tokenizer, sft_train.Config())
+
+
+def test_a_solution_too_long_is_left_out_and_all_too_long_is_an_error(tokenizer):
+    long, short = encoded(tokenizer, "q", "1", "pens " * 100 + "\n#### 1"), encoded(tokenizer, "q", "1", "x\n#### 1")
+    config = sft_train.Config(max_completion_length=60)
+    assert [p for p, _ in sft_train.responses([long, short], tokenizer, config)] == [short]
+    with pytest.raises(DataError, match="max_completion_length=60"):
+        sft_train.responses([long], tokenizer, config)
+
+
+def test_the_loss_is_on_the_response_only_and_is_the_cross_entropy_of_plain_transformers(tokenizer):
+    model = build_model("llama", tokenizer)
+    problems = [encoded(tokenizer, "How many pens?", "17", "12 + 5 = 17\n#### 17"), encoded(tokenizer, "And now, how many of them?", "1", "1\n#### 1")]
+    pairs = sft_train.responses(problems, tokenizer, sft_train.Config())
+    batch = sft_train.as_rollout(pairs, token_tables(tokenizer, model), "cpu")
+    logp, _ = Scorer(model, token_tables(tokenizer, model))(batch, torch.arange(2))
+    total = 0.0
+    for p, ids in pairs:
+        row = torch.tensor([p.ids + ids])
+        labels = torch.tensor([[-100] * len(p.ids) + ids])
+        logits = model(input_ids=row).logits[..., : len(tokenizer)]
+        total += float(torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"))
+    assert float(-logp.sum()) == pytest.approx(total, rel=1e-5)
+
+
+def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():
+    names = {f for f in sft_train.Config.__dataclass_fields__}
+    assert names >= sft_train.INHERITED
+
+
+# Evaluation
+
+
+def record(strict, flexible, length=(5,), stop=("eos",)):
+    return {"exact_match": {"strict-match": list(strict), "flexible-extract": list(flexible)},
+            "resps": ["x"] * len(strict), "length": list(length) * len(strict),
+            "stop_condition": list(stop) * len(strict), "reward": [1.0] * len(strict), "filtered_resps": {"strict-match": ["1"] * len(strict)}}  # fmt: skip
+
+
+def test_the_summary_counts_skipped_questions_as_wrong():
+    records = [record([1.0], [1.0]), record([0.0], [1.0]), record([1.0], [1.0])]
+    report = grpo_eval.summarise(records, skipped=1)
+    assert report["questions"] == 4
+    assert report["accuracy"] == 0.5
+    assert report["accuracy_last_number"] == 0.75
+
+
+def test_wilson_s_interval_by_hand():
+    n, k, z = 20, 5, 1.959964
+    p = k / n
+    centre, half = (p + z * z / 2 / n) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
+    assert grpo_eval.interval([1] * k + [0] * (n - k)) == pytest.approx([centre - half, centre + half], abs=1e-4)
+
+
+def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
+    """Four answers a question are not four questions: 100 questions that are wholly right or wholly wrong are 100 draws."""
+    scores = [0.0, 0.25, 0.5, 1.0] * 50
+    low, high = grpo_eval.interval(scores)
+    mean, error = sum(scores) / 200, (sum((s - sum(scores) / 200) ** 2 for s in scores) / 200 / 200) ** 0.5
+    assert low == pytest.approx(mean - 1.96 * error, abs=0.01)
+    assert high == pytest.approx(mean + 1.96 * error, abs=0.01)
+
+
+def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
+    decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
+    problem = encoded(tokenizer, "q", "17", "")
+    texts = ["<answer>17</answer>", "it is 17", "<answer>1</answer> 17", ""]
+    answers = [[(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]]
+    [r] = grpo_eval.grade([problem], answers, decoder, "xml")
+    assert r["resps"] == texts
+    assert r["exact_match"] == {"strict-match": [1.0, 0.0, 0.0, 0.0], "flexible-extract": [1.0, 1.0, 1.0, 0.0]}
+
+
+@pytest.fixture
+def saved(tokenizer, tmp_path):
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "test.jsonl").write_text("".join(json.dumps({"question": "pens " * n, "answer": str(n)}) + "\n" for n in (1, 2, 3, 300)))
+    return tmp_path
+
+
+def evaluate(saved, name, **kwargs):
+    settings = dict(model=str(saved / "model"), dataset=str(saved / "d"), output_dir=str(saved / "runs"), max_completion_length=12, max_prompt_length=200)
+    return grpo_eval.evaluate(grpo_eval.Config(**settings, name=name, **kwargs))
+
+
+def test_an_evaluation_writes_its_report_and_every_completion(saved):
+    report, folder = evaluate(saved, "a", num_samples=3, temperature=0.7)
+    assert report["questions"] == 4
+    assert report["skipped"] == 1
+    assert json.loads((folder / "report.json").read_text()) == report
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [len(r["resps"]) for r in records] == [3, 3, 3]
+    assert {"doc_id", "prompt_hash", "prompt", "target", "resps", "filtered_resps", "exact_match", "reward"} <= set(records[0])
+    again, other = evaluate(saved, "b", num_samples=3, temperature=0.7, batch_size=3), evaluate(saved, "c", num_samples=3, temperature=0.7, seed=1)
+    samples = [[json.loads(line)["resps"] for line in (f / "samples.jsonl").read_text().splitlines()] for f in (folder, again[1], other[1])]
+    assert samples[0] == samples[1] != samples[2]
+
+
+def test_an_evaluation_is_never_overwritten(saved):
+    evaluate(saved, "a")
+    with pytest.raises(SettingError, match="holds an evaluation already"):
+        evaluate(saved, "a")
+
+
+def test_several_greedy_answers_are_refused():
+    with pytest.raises(SettingError, match="--temperature 1"):
+        grpo_eval.Config(model="m", num_samples=4)
