@@ -49,6 +49,11 @@ def cpu():
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
+def shown(word):
+    """An argument as a result file shows it: a folder of the machine by its last name only."""
+    return f"benchmarks/{Path(word).name}" if word == sys.argv[0] else Path(word).name if Path(word).is_absolute() else word
+
+
 def one_line_each(result):
     """JSON with a line a field and a line a row: diffs stay readable."""
     fields = []
@@ -77,7 +82,7 @@ def write_results(name, rows, command=None, **more):
             continue
     commit = subprocess.run(["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     result = {
-        "script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command or "python " + " ".join(sys.argv), "card": card(), "cpu": cpu(),
+        "script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command or " ".join(["python", *map(shown, sys.argv)]), "card": card(), "cpu": cpu(),
         "versions": versions, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", **more,
         "rows": [dict(zip(("case", "metric", "value", "unit"), row, strict=True)) for row in rows],
     }  # fmt: skip

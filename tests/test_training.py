@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from config import SettingError
 from conftest import build_model
@@ -192,17 +192,38 @@ def test_refresh_copies_every_weight_into_the_same_storage_and_tells_the_share_t
     assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(copy.parameters(), policy.parameters(), strict=True))
 
 
-def test_dropout_is_zero_after_loading_whatever_the_config_says(tokenizer, tmp_path):
-    """I11: two forwards of the model in train() must give the same log-probs."""
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=len(tokenizer), resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
-                        eos_token_id=tokenizer.eos_token_id, bos_token_id=None)  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_dropout_is_zero_after_loading_whatever_the_config_says(tokenizer, tmp_path, family):
+    """I11: two forwards of the model in train() must give the same log-probs. GPT-2 drops in modules, Llama in its attention function."""
+    model = build_model(family, tokenizer)
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if family == "gpt2" else ("attention_dropout",)
+    for name in names:
+        setattr(model.config, name, 0.5)
+    model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model = load_model(str(tmp_path), tokenizer, torch.float32, "cpu").train()
     ids = torch.arange(20).view(1, 20)
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     raw = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     assert not torch.equal(raw(input_ids=ids).logits, raw(input_ids=ids).logits)
+
+
+def test_the_logits_of_a_batch_never_exist_whole(tokenizer, prompts):
+    """TRL#3678: a 0.6B model ran out of 20 GB on its logits. The head sees `chunk_tokens` tokens at most, in the backward too."""
+    model, seen = build_model("llama", tokenizer), []
+    decoder, out = rollout_of(model, tokenizer, prompts)
+    model.lm_head.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape[0]))
+    Scorer(model, decoder.tables, chunk_tokens=16)(out, all_rows(out))[0].sum().backward()
+    assert max(seen) == 16
+    assert sum(seen) == 2 * int(out.mask.sum()), "once forward, once again in the backward"
+
+
+def test_gradient_checkpointing_changes_no_gradient(tokenizer, prompts):
+    model = build_model("qwen2", tokenizer)
+    decoder, out = rollout_of(model, tokenizer, prompts)
+    plain = gradients(model, decoder.tables, out, [all_rows(out)])
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, gradients(model, decoder.tables, out, [all_rows(out)]), strict=True))
 
 
 def test_a_model_that_is_not_there_is_named_with_what_to_do(tokenizer, tmp_path):
