@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
@@ -253,6 +254,8 @@ def run_main(main):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # threads of it that outlive the interpreter can abort the process
     except (SettingError, DataError) as error:
         sys.exit(_last_words(error, 2))
     except (RunError, RewardError) as error:

@@ -469,7 +469,7 @@ def test_all_prompts_too_long_is_an_error_that_says_what_to_set(warm, tmp_path):
 
 
 def command(*words, nproc=None):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(nproc), "--master_port", "29517"] if nproc else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *launcher, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
