@@ -32,7 +32,7 @@ def main():
     correct = [json.loads(line)["correct"] for line in (RESULTS / "gsm8k_h100_metrics.jsonl").read_text().splitlines()]
     right.plot(range(1, len(correct) + 1), correct, color=colours["m3po"], lw=0.8, alpha=0.4)
     right.plot(range(1, len(correct) + 1), smooth(correct, 5), color=colours["m3po"], lw=1.6)
-    right.set(title="Qwen2.5-Coder-0.5B on GSM8K, one H100, 6.5 minutes", xlabel="step of 64 x 8 completions", ylim=(0, 0.5))
+    right.set(title="Qwen2.5-Coder-0.5B, GSM8K, one H100", xlabel="step of 64 x 8 completions", ylim=(0, 0.5))
     plt.savefig(RESULTS.parent / "curves.svg", metadata={"Date": None})
 
 
