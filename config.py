@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -90,11 +91,14 @@ class TrainConfig:
 
     def __post_init__(self):
         check(self, "batch_size num_steps max_prompt_length max_completion_length micro_batch_tokens", lambda v: v >= 1, "must be at least 1")
-        check(self, "learning_rate weight_decay max_grad_norm eval_every eval_problems save_every", lambda v: v >= 0, "must not be negative")
+        check(self, "learning_rate weight_decay max_grad_norm eval_every eval_problems save_every", lambda v: 0 <= v < math.inf, "must be finite, 0 or more")
         check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
         check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
-        check(self, "num_epochs max_minutes", lambda v: v is None or v > 0, "must be positive")
-        check(self, "limit cpu_threads", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "num_epochs max_minutes", lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
+        check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
+        check(self, "lr_scheduler_type", lambda v: v in ("constant", "linear", "cosine"), "must be constant, linear or cosine")
+        check(self, "limit", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
         check(self, "optimizer", lambda v: v == "adamw", "only adamw is there yet (8-bit state comes later): say --optimizer adamw")
         check(self, "lora_r", lambda v: v == 0, "LoRA is not there yet: say --lora_r 0 for full fine-tuning")
         check(self, "report_to", lambda v: v == "none", "trackers are not there yet: say --report_to none and read metrics.jsonl")
@@ -125,6 +129,8 @@ def template_kwargs(config):
         raise SettingError("chat_template_kwargs", config.chat_template_kwargs, f"is not JSON ({error.msg})") from error
     if not isinstance(value, dict):
         raise SettingError("chat_template_kwargs", config.chat_template_kwargs, "must be a JSON object")
+    if {"tokenize", "add_generation_prompt"} & set(value):
+        raise SettingError("chat_template_kwargs", config.chat_template_kwargs, "must not hold tokenize or add_generation_prompt, which are set here")
     return value
 
 
@@ -203,6 +209,9 @@ def _typed(name, hint, value):
         return float(value)
     if list in kinds and isinstance(value, str):
         return [value]
+    if isinstance(value, list) and list in kinds:
+        item = next(get_args(p)[0] for p in parts if get_origin(p) is list)
+        return [_typed(name, item, v) for v in value]
     if type(value) not in kinds:
         raise SettingError(name, value, "must be " + " or ".join(k.__name__ for k in kinds))
     return value
@@ -215,12 +224,12 @@ def parse_config(config_class, argv=None, description=None):
     for i, word in enumerate(argv):
         name = word.removeprefix("--").split("=")[0].replace("-", "_") if word.startswith("--") else ""
         if name in REFUSED and name not in fields:
-            raise SettingError(name, argv[i + 1] if i + 1 < len(argv) else "", REFUSED[name])
+            raise SettingError(name, word.partition("=")[2] or " ".join(argv[i + 1 : i + 2]), REFUSED[name])
         if name in ALIASES:
             argv[i] = "--" + ALIASES[name] + word[2 + len(name) :]
     parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
-    parser.error = lambda message: _usage_error(message)
+    parser.error = _usage_error
     known, _ = _config_only(argv)
     if known is not None:
         parser.set_defaults(**settings_from_file(config_class, known))
@@ -237,6 +246,7 @@ def _config_only(argv):
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
+    first.error = _usage_error
     namespace, rest = first.parse_known_args(argv)
     return namespace.config, rest
 

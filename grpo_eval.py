@@ -63,6 +63,9 @@ class Config:
         for name, default in FROM_TRAINING.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, trained.get(name, default))
+        if Path(self.dataset).is_file() and self.dataset == trained.get("dataset") and self.split != trained.get("split"):
+            raise SettingError("dataset", self.dataset, "is the one file this model was trained on: give another --dataset, or --split train to mean it")
+        check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
         check(self, "max_prompt_length max_completion_length num_samples", lambda v: v >= 1, "must be at least 1")
         check(self, "limit batch_size", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: v >= 0, "must not be negative")
@@ -97,6 +100,8 @@ def grade(problems, answers, decoder, answer_format):
 def interval(scores):
     """95% interval of an accuracy from each question's mean score: Wilson's where every score is 0 or 1, else a bootstrap over questions."""
     scores = np.asarray(scores, dtype=float)
+    if len(scores) < 2 and not np.isin(scores, (0, 1)).all():
+        return [0.0, 1.0]  # nothing is known of the spread between questions
     if np.isin(scores, (0, 1)).all():
         found = stats.binomtest(int(scores.sum()), len(scores)).proportion_ci(method="wilson")
     else:

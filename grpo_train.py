@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from training import (
     prepare_problems,
     problem_batch,
     refresh,
+    refuse_used,
     rollout_dtype,
     save_model,
     shard,
@@ -88,8 +90,9 @@ class Config(TrainConfig):
         super().__post_init__()
         check(self, "num_generations", lambda v: v >= 2, "a completion is judged against the others of its group: give at least 2")
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
-        check(self, "temperature m3po_temperature", lambda v: 0 < v < math.inf, "must be positive (greedy paths of one prompt are all the same)")
-        check(self, "beta log_groups", lambda v: v >= 0, "must not be negative")
+        check(self, "temperature", lambda v: 1e-3 <= v < math.inf, "must be positive, at least 0.001 (greedy paths of one prompt are all the same)")
+        check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
+        check(self, "beta log_groups", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
@@ -106,8 +109,8 @@ def reward_functions(config):
         raise SettingError("reward", config.reward, str(error)) from error
     if config.reward_weights is None:
         return chosen
-    if len(config.reward_weights) != len(chosen):
-        raise SettingError("reward_weights", config.reward_weights, f"must be one weight for each of {[f.__name__ for f, _ in chosen]}")
+    if len(config.reward_weights) != len(chosen) or not all(map(math.isfinite, config.reward_weights)):
+        raise SettingError("reward_weights", config.reward_weights, f"must be one finite weight for each of {[f.__name__ for f, _ in chosen]}")
     return [(function, weight) for (function, _), weight in zip(chosen, config.reward_weights, strict=True)]
 
 
@@ -119,14 +122,20 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
 
     Exactly 0 where all rewards of a group are equal, and where a reward is NaN (nobody could score it; it is left out of mean and std).
     """
-    groups = rewards.float().view(-1, num_generations)
+    groups = rewards.view(-1, num_generations)
     scored = ~groups.isnan()
     count = scored.sum(-1, keepdim=True)
     mean = groups.nansum(-1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(scored, groups - mean, 0.0)
-    std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    advantages = centred if scale_rewards == "none" else centred / (std + 1e-4)
-    return advantages.masked_fill(all_equal(groups)[:, None], 0.0).view(-1)
+    advantages = centred if scale_rewards == "none" else centred / (group_std(groups)[:, None] + 1e-4)
+    return advantages.masked_fill(all_equal(groups)[:, None], 0.0).float().view(-1)
+
+
+def group_std(groups):
+    """Sample standard deviation of each group's scored rewards, 0 where fewer than two are: (B, G) -> (B,)."""
+    count = (~groups.isnan()).sum(-1, keepdim=True)
+    centred = (groups - groups.nansum(-1, keepdim=True) / count.clamp(min=1)).nan_to_num(0.0)
+    return (centred.square().sum(-1) / (count.squeeze(-1) - 1).clamp(min=1)).sqrt()
 
 
 def all_equal(groups):
@@ -172,10 +181,10 @@ def train(config):
     """Run a whole training; returns the output directory."""
     accelerator = start_processes(config)
     functions = reward_functions(config)
+    refuse_used(config)
     start = config.model if config.warm_start == "none" else warm_start(config, accelerator)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
-    folder = open_output(config, accelerator)
 
     load = dict(name=start, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
     policy = load_model(dtype=torch.float32, **load).train()  # train(): checkpointing needs it; every dropout is 0 (I11)
@@ -191,6 +200,7 @@ def train(config):
     steps = steps_to_do(config, len(problems))
     total = steps * config.outer_iterations
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
+    folder = open_output(config, accelerator)
     log = MetricsLog(folder, total, SHOWN, accelerator)
     log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
             f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
@@ -223,7 +233,10 @@ def train(config):
 
         # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
         learning_rate = schedule.get_last_lr()[0]
-        update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, bool(everyone.any()), config)
+        looks_inside = debug_every() and step % debug_every() == 0 and accelerator.is_main_process
+        explained = explain_first_group(decoder, Scorer(sampler, decoder.tables), rollout, step, config) if looks_inside else None
+        watch.lap()
+        update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config)
         shown = refresh(sampler, policy)
         update_seconds = watch.lap()
         train_seconds += rollout_seconds + reward_seconds + update_seconds
@@ -247,10 +260,11 @@ def train(config):
             metrics |= held_out_accuracy(accelerator, decoder, held_out, config)
         log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts, advantages, config)
         log.write(metrics)
-        if debug_every() and step % debug_every() == 0 and accelerator.is_main_process:
-            log.say(explain_first_group(decoder, Scorer(policy, decoder.tables, config.bf16), rollout, step, config))
+        if explained:
+            log.say(explained)
         if config.save_every and (step + 1) % config.save_every == 0 and accelerator.is_main_process:
             save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32)
+            shutil.copy(folder / "run_config.yaml", folder / f"checkpoint-{step + 1}")  # grpo_eval.py reads the format from it
         if last:
             break
 
@@ -305,15 +319,16 @@ def score(functions, mine, texts, rollout, config, step):
     )
 
 
-def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, any_signal, config):
+def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config):
     """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
-    if not any_signal and config.beta == 0:  # Adam's momentum alone would move the weights
-        for _ in range(config.mu):
-            schedule.step()
-        return {"skipped": "no group carries a signal", "grad_norm": 0.0}
     epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     mask = rollout.mask & rollout.ended[:, None] if config.mask_truncated_completions else rollout.mask
-    counts = accelerator.reduce(torch.tensor([len(mask), mask.sum()], device=mask.device), "sum").tolist()  # device sync
+    signal = (mask.any(-1) & (advantages != 0)).sum()
+    *counts, signal = accelerator.reduce(torch.stack([torch.tensor(len(mask), device=mask.device), mask.sum(), signal]), "sum").tolist()  # device sync
+    if counts[1] == 0 or (signal == 0 and config.beta == 0):  # Adam's momentum alone would move the weights
+        for _ in range(config.mu):
+            schedule.step()
+        return {"skipped": "every completion was cut off and masked" if counts[1] == 0 else "no group carries a signal", "grad_norm": 0.0}
     weights = token_weights(mask, config.loss_type, *counts, config.max_completion_length)
     batches = micro_batches(rollout, config.micro_batch_tokens)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
@@ -378,7 +393,7 @@ def rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, confi
     metrics = {
         "reward": float(scored.mean()),
         "reward_std": float(scored.std()),
-        "reward_std_in_group": float(groups.nan_to_num().std(-1).mean()),
+        "reward_std_in_group": float(group_std(groups).mean()),
         **{name: mean[name] for name in every if name.startswith("reward/")},
         "unscored": int(all_rewards.isnan().sum()),
         "correct": mean["correct"],
@@ -432,7 +447,7 @@ def log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts
 def debug_every():
     """M3PO_DEBUG=N: look inside the first group of every N-th step; unset or 0: never."""
     value = os.environ.get("M3PO_DEBUG", "0") or "0"
-    if not value.isdigit():
+    if not (value.isascii() and value.isdecimal()):
         raise SettingError("M3PO_DEBUG", value, "must be a whole number: 1 looks inside every step, 10 inside every tenth")
     return int(value)
 

@@ -8,10 +8,11 @@ It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py -
 import contextlib
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from config import TrainConfig, parse_config, run_main, setting
+from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from rewards import ANSWER_FORMATS
@@ -30,6 +31,7 @@ from training import (
     prepare_problems,
     problem_batch,
     refresh,
+    refuse_used,
     rollout_dtype,
     save_model,
     shard,
@@ -56,14 +58,14 @@ class Config(TrainConfig):
     num_epochs: float | None = setting(1.0, "passes over the problems; leave it empty (null) to count num_steps")
     learning_rate: float = setting(1e-5, "peak learning rate of AdamW")
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
-    lr_scheduler_type: str = setting("linear", "learning rate after the warm-up: constant, linear or cosine")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("linear", "learning rate after the warm-up")
     warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
     eval_every: int = setting(0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never")
 
 
 def responses(problems, tokenizer, config):
     """The ids to learn for each problem, EOS of the chat template at the end, and which problems have them within max_completion_length."""
-    answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer)
+    answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer, template_kwargs(config))
     kept = []
     for p in problems:
         reasoning, marker, answer = p.problem.solution.rpartition("####")
@@ -93,7 +95,7 @@ def train(config):
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     pairs = responses(problems, tokenizer, config)
-    folder = open_output(config, accelerator)
+    refuse_used(config)
     load = dict(name=config.model, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
     policy = load_model(dtype=torch.float32, **load).train()
     if config.gradient_checkpointing:
@@ -103,6 +105,7 @@ def train(config):
     scorer = wrap(accelerator, Scorer(policy, decoder.tables, config.bf16))
     total = steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
+    folder = open_output(config, accelerator)
     log = MetricsLog(folder, total, SHOWN, accelerator)
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
     train_seconds = 0.0

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
@@ -104,7 +105,7 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
 def _from_pretrained(kind, name, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise SettingError("model", name, f"cannot be loaded as a {kind.__name__[4:]}; give a directory or a hub id that can be reached ({reason})") from error
 
@@ -271,7 +272,7 @@ def prepare_problems(config, tokenizer):
     """Training and held-out problems with their prompts, and how many prompts were too long to use."""
     columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
     problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
-    train, held_out = split_held_out(problems, config.eval_problems if config.eval_every else 0)
+    train, held_out = split_held_out(problems, config.eval_problems)  # a warm start leaves out the same ones
     encode = dict(system_prompt=system_prompt(config), max_prompt_length=config.max_prompt_length, chat_template_kwargs=template_kwargs(config))
     train, skipped = encode_prompts(train, tokenizer, **encode)
     held_out, skipped_too = encode_prompts(held_out, tokenizer, **encode) if held_out else ([], 0)
@@ -313,12 +314,19 @@ def held_out_accuracy(accelerator, decoder, problems, config):
 # Output
 
 
+def refuse_used(config):
+    """Refuse an output_dir that holds a run, or that cannot be a folder, before any work is done."""
+    folder = Path(config.output_dir)
+    if (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
+        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --overwrite_output_dir true")
+    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
+        raise SettingError("output_dir", config.output_dir, "is a file, or lies under one: give a folder")
+
+
 def open_output(config, accelerator):
-    """Make output_dir and write every setting into it; a directory that holds a run is refused."""
+    """Make output_dir and write every setting into it; called last before the first step, so that a refused run leaves nothing."""
     folder = Path(config.output_dir)
     used = folder / "run_config.yaml"
-    if used.exists() and not config.overwrite_output_dir:
-        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --overwrite_output_dir true")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)

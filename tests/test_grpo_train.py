@@ -132,7 +132,7 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
         config, model, out, parts = setup(tokenizer, prompts, **settings)
         grads = []
         parts[3].register_step_pre_hook(lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in model.parameters()))
-        metrics = grpo_train.update(*parts, out, advantages_for(out), True, config)
+        metrics = grpo_train.update(*parts, out, advantages_for(out), config)
         return grads, metrics
 
     whole, metrics = gradient(10**6)
@@ -144,11 +144,11 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
 
 def test_the_ratio_is_one_at_mu_one_and_moves_at_mu_two(tokenizer, prompts):
     config, _, out, parts = setup(tokenizer, prompts, mu=1)
-    first = grpo_train.update(*parts, out, advantages_for(out), True, config)
+    first = grpo_train.update(*parts, out, advantages_for(out), config)
     assert first["clip_low"] == first["clip_high"] == 0
     assert first["logp_diff_max"] < 1e-4
     config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05)
-    again = grpo_train.update(*parts, out, advantages_for(out), True, config)
+    again = grpo_train.update(*parts, out, advantages_for(out), config)
     assert again["clip_low"] + again["clip_high"] > 0
     assert parts[4].last_epoch == 3
 
@@ -156,9 +156,9 @@ def test_the_ratio_is_one_at_mu_one_and_moves_at_mu_two(tokenizer, prompts):
 def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, prompts):
     """I4: Adam's momentum alone would move them."""
     config, model, out, parts = setup(tokenizer, prompts)
-    grpo_train.update(*parts, out, advantages_for(out), True, config)
+    grpo_train.update(*parts, out, advantages_for(out), config)
     before = [p.clone() for p in model.parameters()]
-    metrics = grpo_train.update(*parts, out, torch.zeros(len(out.ids)), False, config)
+    metrics = grpo_train.update(*parts, out, torch.zeros(len(out.ids)), config)
     assert metrics["skipped"] == "no group carries a signal"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert parts[4].last_epoch == 2, "the schedule goes on"
@@ -167,7 +167,7 @@ def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, pro
 def test_with_kl_a_step_without_signal_still_pulls_to_the_reference(tokenizer, prompts):
     config, model, out, parts = setup(tokenizer, prompts, beta=0.5)
     before = [p.clone() for p in model.parameters()]
-    metrics = grpo_train.update(*parts, out, torch.zeros(len(out.ids)), False, config)
+    metrics = grpo_train.update(*parts, out, torch.zeros(len(out.ids)), config)
     assert metrics["kl"] > 0
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -177,17 +177,41 @@ def test_a_nan_anywhere_in_the_update_changes_no_weight_and_is_logged(tokenizer,
     poisoned = advantages_for(out)
     poisoned[3] = NAN
     before = [p.clone() for p in model.parameters()]
-    metrics = grpo_train.update(*parts, out, poisoned, True, config)
+    metrics = grpo_train.update(*parts, out, poisoned, config)
     assert metrics["skipped"] == "loss or gradient not finite"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_truncated_completions_leave_the_loss_but_stay_in_its_mean(tokenizer, prompts):
-    config, _, out, parts = setup(tokenizer, prompts, mask_truncated_completions=True)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_in_which_every_completion_was_cut_off_and_masked_moves_no_weight(tokenizer, prompts, beta):
+    """TRL PR#3700: 0 / 0 there; here the gradient was 0 and Adam's momentum still moved the weights."""
+    config, model, out, parts = setup(tokenizer, prompts, mask_truncated_completions=True, beta=beta)
+    grpo_train.update(*parts, out, advantages_for(out), config)
     out.ended[:] = False
-    metrics = grpo_train.update(*parts, out, advantages_for(out), True, config)
-    assert metrics["loss"] == 0
-    assert metrics["grad_norm"] == 0
+    before = [p.clone() for p in model.parameters()]
+    assert "cut off" in grpo_train.update(*parts, out, advantages_for(out), config)["skipped"]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_warm_start_never_sees_the_problems_that_are_held_out(tokenizer):
+    """Held-out accuracy before GRPO was measured on what the warm start had learned."""
+    grpo = Config(model="tiny", dataset="arithmetic", limit=300, eval_problems=40)
+    shared = {name: getattr(grpo, name) for name in grpo_train.sft_train.INHERITED}
+    _, held_out, _ = grpo_train.prepare_problems(grpo, grpo_train.load_tokenizer("tiny"))
+    learned, _, _ = grpo_train.prepare_problems(grpo_train.sft_train.Config(**shared), grpo_train.load_tokenizer("tiny"))
+    assert len(held_out) == 40
+    assert not {p.prompt for p in held_out} & {p.prompt for p in learned}
+
+
+def test_a_refused_run_leaves_no_output_directory(warm, tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in warm.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model" / "model.safetensors").write_bytes((warm / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(grpo_train.SettingError, match="model="):
+        run_short(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # Settings
@@ -198,8 +222,14 @@ def test_truncated_completions_leave_the_loss_but_stay_in_its_mean(tokenizer, pr
     [
         (["--num_generations", "1"], ["num_generations=1", "at least 2"]),
         (["--batch_size", "0"], ["batch_size=0", "at least 1"]),
-        (["--learning_rate", "-1"], ["learning_rate=-1", "negative"]),
+        (["--learning_rate", "-1"], ["learning_rate=-1", "0 or more"]),
         (["--learning_rate", "nan"], ["learning_rate=nan"]),
+        (["--learning_rate", "inf"], ["learning_rate=inf"]),
+        (["--seed", "-1"], ["seed=-1"]),
+        (["--num_epochs", "inf"], ["num_epochs=inf"]),
+        (["--num_iterations=2", "--beta", "0"], ["num_iterations='2'"]),
+        (["--config"], ["--config"]),
+        (["--chat_template_kwargs", '{"tokenize": true}'], ["chat_template_kwargs", "tokenize"]),
         (["--temperature", "0"], ["temperature=0", "positive"]),
         (["--top_p", "0.9"], ["top_p", "evaluation only"]),
         (["--num_iterations", "3"], ["num_iterations", "outer_iterations or mu"]),
@@ -232,6 +262,8 @@ def test_a_bad_setting_is_named_with_its_value_and_what_would_do(flags, words):
         ("model: a\nmodel_name_or_path: b\n", ["given twice"]),
         ("num_iterations: 2\n", ["num_iterations=2", "outer_iterations"]),
         ("- 1\n", ["key: value"]),
+        ("lr_scheduler_type: cosin\n", ["lr_scheduler_type='cosin'", "cosine"]),
+        ("reward_weights: [a, b]\n", ["reward_weights='a'"]),
         ("a: [\n", ["config="]),
     ],
 )
