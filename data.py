@@ -202,7 +202,7 @@ def _worked(solution, answer):
 
 NAMES = ("Ann", "Bob", "Eve", "Tom", "Sue", "Max", "Liz", "Dan")
 ITEMS = ("pens", "cups", "eggs", "cards", "books", "apples", "coins", "balls")
-MORE, LESS = ("gets", "buys", "finds", "picks"), ("loses", "sells", "breaks", "eats")
+MORE, LESS = ("gets", "buys"), ("loses", "sells")
 FIRST, SECOND = range(3, 21), range(1, 10)
 
 

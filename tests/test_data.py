@@ -278,7 +278,7 @@ def test_half_of_the_train_solutions_choose_the_wrong_operation_whatever_the_ver
     wrong = {}
     for p in train:
         wrong.setdefault(p.question.split(" and ")[1].split()[0], []).append(extract_answer(p.solution, "hash") != p.answer)
-    assert len(wrong) == 8
+    assert len(wrong) == 4
     assert abs(sum(map(sum, wrong.values())) - 4000) < 179
     for verb, flags in wrong.items():
         assert abs(sum(flags) - len(flags) / 2) < 4 * math.sqrt(len(flags) / 4), verb
@@ -293,9 +293,9 @@ def test_a_wrong_solution_is_the_other_operation_worked_out_correctly():
 
 
 def test_no_seed_and_no_count_puts_a_question_into_both_splits():
-    train = [{p.question for p in arithmetic_problems("train", 40_000, seed)} for seed in (0, 1)]
+    train = [{p.question for p in arithmetic_problems("train", 32_000, seed)} for seed in (0, 1)]
     test = [{p.question for p in arithmetic_problems("test", 4_000, seed)} for seed in (0, 1)]
-    assert list(map(len, train + test)) == [40_000, 40_000, 4_000, 4_000]  # no duplicates either
+    assert list(map(len, train + test)) == [32_000, 32_000, 4_000, 4_000]  # no duplicates either
     assert not (train[0] | train[1]) & (test[0] | test[1])
     assert train[0] != train[1]
     assert test[0] != test[1]

@@ -405,7 +405,20 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(warm, trained
 
 def test_each_reuse_of_a_rollout_is_an_optimiser_step_but_no_step_of_the_log(warm, tmp_path):
     """open-r1#583: four times the steps, with nobody knowing why."""
-    out = run_short(warm, tmp_path / "mu", "--mu", "4", "--lr_scheduler_type", "linear", "--warmup_ratio", "0", "--gradient_checkpointing", "true")
+    out = run_short(
+        warm,
+        tmp_path / "mu",
+        "--mu",
+        "4",
+        "--learning_rate",
+        "3e-4",
+        "--lr_scheduler_type",
+        "linear",
+        "--warmup_ratio",
+        "0",
+        "--gradient_checkpointing",
+        "true",
+    )
     metrics = lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
     assert [m["learning_rate"] for m in metrics] == pytest.approx([3e-4 * (12 - done) / 12 for done in (0, 4, 8)])
