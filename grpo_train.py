@@ -26,7 +26,7 @@ from config import SettingError, TrainConfig, check, parse_config, resolved, run
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
-from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, correctness_reward, extract_answer, load_reward
+from rewards import ANSWER_FORMATS, REWARD_SETS, RewardError, compute_rewards, correctness_reward, extract_answer, load_reward
 from training import (
     MetricsLog,
     Scorer,
@@ -227,6 +227,7 @@ def train(config):
         # 3. Score them, and compare each with its group.
         rewards, parts = score(functions, mine, texts, rollout, config, step)
         all_rewards = torch.tensor(gather_object(rewards), dtype=torch.float64)
+        refuse_silence(parts, texts, step)
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
         reward_seconds = watch.lap()
@@ -312,11 +313,20 @@ def score(functions, mine, texts, rollout, config, step):
         prompts=[[{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
         step=step + 1,
+        whole=False,  # another process may hold what a function does not abstain from
         completion_ids=[ids for ids, _ in rollout.completions()],
         answer=[p.answer for p in problems],
         solution=[p.answer for p in problems],
         answer_format=config.answer_format,
     )
+
+
+def refuse_silence(parts, texts, step):
+    """A reward function that abstains from every completion of the global batch is an error on all processes alike."""
+    for name, values in parts.items():
+        if all(value is None for value in gather_object(values)):
+            first = f"the first of them {texts[0][:200]!r}"
+            raise RewardError(f"reward function {name} at step {step + 1} returned None for all completions, {first}")
 
 
 def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config):

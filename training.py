@@ -85,19 +85,20 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
         ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
         shape = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **ids), dtype=dtype)
-        model.source_dtype = torch.float32
+        model.source_dtype, model.source_dropout = torch.float32, {}
         return model.to(device)
     settings = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
     source_dtype = settings.dtype or torch.float32
     text = settings.get_text_config()
-    for key, value in text.to_dict().items():
-        if re.search("drop", key) and isinstance(value, float):
-            setattr(text, key, 0.0)
+    dropout = {key: value for key, value in text.to_dict().items() if re.search("drop", key) and isinstance(value, float)}
+    for key in dropout:
+        setattr(text, key, 0.0)
     model = _from_pretrained(AutoModelForCausalLM, name, config=settings, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.source_dtype = source_dtype if isinstance(source_dtype, torch.dtype) else getattr(torch, source_dtype)
+    model.source_dropout = dropout
     check_head(model)
     return model
 
@@ -377,13 +378,16 @@ def save_model(model, tokenizer, folder, dtype):
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        model.save_pretrained(temporary, state_dict={k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()})
+        state = model.state_dict()
+        cast = {v.data_ptr(): v.to(dtype) if v.is_floating_point() else v for v in state.values()}  # tied weights stay one tensor
+        model.save_pretrained(temporary, state_dict={k: cast[v.data_ptr()] for k, v in state.items()})
         tokenizer.save_pretrained(temporary)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(f"could not save the model to {folder}: {error.strerror or error}") from error
     settings = json.loads((temporary / "config.json").read_text())
     settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings |= {key: value for key, value in getattr(model, "source_dropout", {}).items() if key in settings}  # as it came, not as it trained
     write_whole(temporary / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):  # config.json last: without it nothing loads
         os.replace(file, folder / file.name)

@@ -245,6 +245,20 @@ def test_a_saved_model_comes_back_in_its_own_dtype_and_no_half_written_file_is_l
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
+def test_a_tied_head_is_saved_once_and_dropout_as_it_came(tokenizer, tmp_path):
+    model = build_model("gpt2", tokenizer)
+    model.config.attn_pdrop = 0.3
+    model.save_pretrained(tmp_path / "in")
+    tokenizer.save_pretrained(tmp_path / "in")
+    loaded = load_model(str(tmp_path / "in"), tokenizer, torch.float32, "cpu")
+    assert loaded.config.attn_pdrop == 0
+    save_model(loaded, tokenizer, tmp_path / "out", torch.bfloat16)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.config.attn_pdrop == 0.3
+    assert again.lm_head.weight.data_ptr() == again.transformer.wte.weight.data_ptr()
+
+
 def test_each_pass_over_the_problems_is_a_permutation_of_its_own():
     first = [i for step in range(5) for i in problem_batch(10, 4, step, seed=1)]
     assert sorted(first[:10]) == list(range(10)) == sorted(first[10:])
