@@ -23,7 +23,7 @@ from config import SettingError, check, check_prompting, parse_config, read_yaml
 from data import encode_prompts, load_problems
 from generation import GroupDecoder
 from rewards import ANSWER_FORMATS, combined_reward, correctness_reward, extract_answer, last_number, parse_number
-from training import load_model, load_tokenizer, rollout_dtype
+from training import check_positions, load_model, load_tokenizer, rollout_dtype
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
 FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "system_prompt_file": None, "chat_template_kwargs": "{}", "question_column": None,
@@ -137,6 +137,7 @@ def evaluate(config):
     if (folder / "report.json").exists():
         raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
     model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
+    check_positions(model, asked, config)
     decoder = GroupDecoder(model, tokenizer)
     sampling = dict(samples=config.num_samples, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
     started = time.perf_counter()

@@ -31,6 +31,7 @@ from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
+    check_positions,
     guarded_step,
     held_out_accuracy,
     interaction_effect,
@@ -192,6 +193,7 @@ def train(config):
     reference = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.beta > 0 else None
     if config.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
+    check_positions(policy, problems + held_out, config)
     refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
     decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction)
@@ -359,7 +361,7 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
                 (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
             losses.append(loss.detach())
             kept, difference = mask[rows], (logp.detach() - rollout.logp[rows]).abs()
-            terms |= {"entropy": entropy, "logp_diff": difference}
+            terms |= {"entropy": entropy, **({"logp_diff": difference} if iteration == 0 else {})}
             sums["loss"] += losses[-1]
             for name, value in terms.items():
                 sums[name] += (value.detach() * kept).sum()
@@ -371,7 +373,7 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     names = list(sums)
     totals = accelerator.reduce(torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum").tolist()
     tokens = config.mu * max(counts[1], 1)
-    means = {n: value / (config.mu if n == "loss" else tokens) for n, value in zip(names, totals, strict=True)}
+    means = {n: value / {"loss": config.mu, "logp_diff": tokens / config.mu}.get(n, tokens) for n, value in zip(names, totals, strict=True)}
     if ref_scorer is None:
         del means["kl"]  # there is nothing to measure it against
     return {**means, "logp_diff_max": largest(float(furthest)), "grad_norm": statistics.fmean(norms), **skipped}
@@ -434,6 +436,7 @@ def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_
 def log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts, advantages, config):
     """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom."""
     G, records = config.num_generations, []
+    first_row = shard(config.batch_size, accelerator, G).start
     for n, ((ids, ended), text) in enumerate(zip(rollout.completions(), texts, strict=True)):
         problem = mine[n // G].problem
         records.append({
@@ -442,7 +445,7 @@ def log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts
             "reward": None if math.isnan(rewards[n]) else rewards[n], "rewards": {name: values[n] for name, values in parts.items()},
             "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",
         })  # fmt: skip
-        if accelerator.is_main_process and n < G * config.log_groups:
+        if first_row + n < G * config.log_groups:
             records[-1] |= {"tokens": ids, "logps": [round(v, 4) for v in rollout.logp[n, : len(ids)].tolist()],
                             "think_end": int(rollout.thinking[n].sum())}  # fmt: skip
             if rollout.mix is not None:  # (length, G) weights in 1/255

@@ -20,6 +20,7 @@ from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
+    check_positions,
     guarded_step,
     held_out_accuracy,
     largest,
@@ -98,6 +99,7 @@ def train(config):
     refuse_used(config)
     load = dict(name=config.model, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
     policy = load_model(dtype=torch.float32, **load).train()
+    check_positions(policy, problems, config)
     if config.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy

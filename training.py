@@ -111,6 +111,14 @@ def _from_pretrained(kind, name, **kwargs):
         raise SettingError("model", name, f"cannot be loaded as a {kind.__name__[4:]}; give a directory or a hub id that can be reached ({reason})") from error
 
 
+def check_positions(model, problems, config):
+    """Refuse prompts and completions that together reach past the positions the model has."""
+    positions, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), max(len(p.ids) for p in problems)
+    if positions is not None and longest + config.max_completion_length > positions:
+        remedy = f"with the longest prompt of {longest} tokens it passes the model's {positions} positions: lower it, or max_prompt_length"
+        raise SettingError("max_completion_length", config.max_completion_length, remedy)
+
+
 @torch.no_grad()
 def refresh(copy, policy):
     """Overwrite `copy` (any dtype, fixed storage) with the policy's weights; returns the share of its values that changed, a 0-d tensor.

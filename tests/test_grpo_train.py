@@ -421,6 +421,7 @@ def test_each_reuse_of_a_rollout_is_an_optimiser_step_but_no_step_of_the_log(war
     )
     metrics = lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert max(m["logp_diff"] for m in metrics) < 1e-4, "of the first pass: later ones move away from the sampler"
     assert [m["learning_rate"] for m in metrics] == pytest.approx([3e-4 * (12 - done) / 12 for done in (0, 4, 8)])
 
 
@@ -528,7 +529,20 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_two():
 
 def test_two_processes_give_the_run_that_one_gives(warm, tmp_path):
     """I3, I10: seven problems do not divide by two processes; TRL PR#2824 sampled the same texts on each."""
-    flags = ("--batch_size", "7", "--max_grad_norm", "0.1", "--beta", "0.04", "--micro_batch_tokens", "300", "--max_completion_length", "24")
+    flags = (
+        "--batch_size",
+        "7",
+        "--max_grad_norm",
+        "0.1",
+        "--beta",
+        "0.04",
+        "--micro_batch_tokens",
+        "300",
+        "--max_completion_length",
+        "24",
+        "--log_groups",
+        "5",
+    )
     done = command("grpo_train.py", *SHORT, "--warm_start", "none", "--model", warm, "--output_dir", tmp_path / "two", *flags, nproc=2)
     assert done.returncode == 0, done.stderr[-2000:]
     run_short(warm, tmp_path / "one", *flags)
@@ -536,6 +550,7 @@ def test_two_processes_give_the_run_that_one_gives(warm, tmp_path):
     assert [(r["step"], r["example_id"], r["completion"], r["reward"]) for r in one] == [
         (r["step"], r["example_id"], r["completion"], r["reward"]) for r in two
     ]
+    assert [sum("mix" in r for r in records) for records in (one, two)] == [3 * 5 * 4] * 2
     for a, b in zip(lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "two" / "metrics.jsonl"), strict=True):
         for name in ("loss", "grad_norm", "kl", "entropy", "reward", "completion_length", "thinking_paths", "frac_reward_zero_std"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name

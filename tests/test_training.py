@@ -1,6 +1,7 @@
 """The scored forward, micro-batches, the guarded step and the parts both training scripts share."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from config import SettingError
 from conftest import build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
-from training import Scorer, guarded_step, interaction_effect, load_model, make_optimizer, micro_batches, problem_batch, refresh, save_model
+from training import Scorer, check_positions, guarded_step, interaction_effect, load_model, make_optimizer, micro_batches, problem_batch, refresh, save_model
 
 G, T = 3, 24
 
@@ -224,6 +225,13 @@ def test_gradient_checkpointing_changes_no_gradient(tokenizer, prompts):
     plain = gradients(model, decoder.tables, out, [all_rows(out)])
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, gradients(model, decoder.tables, out, [all_rows(out)]), strict=True))
+
+
+def test_texts_longer_than_the_model_s_positions_are_refused(tokenizer):
+    model, problem = build_model("gpt2", tokenizer), SimpleNamespace(ids=[1] * 500)
+    check_positions(model, [problem], SimpleNamespace(max_completion_length=12))
+    with pytest.raises(SettingError, match="512 positions"):
+        check_positions(model, [problem], SimpleNamespace(max_completion_length=13))
 
 
 def test_a_model_that_is_not_there_is_named_with_what_to_do(tokenizer, tmp_path):
