@@ -1,5 +1,6 @@
 """Settings: one frozen dataclass a script, YAML below it, the command line over both, and one line for a user's mistake."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -19,7 +20,8 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
-from rewards import ANSWER_FORMATS
+from data import DataError
+from rewards import ANSWER_FORMATS, RewardError
 
 
 class SettingError(ValueError):
@@ -230,7 +232,7 @@ def parse_config(config_class, argv=None, description=None):
     parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
     parser.error = _usage_error
-    known, _ = _config_only(argv)
+    known = _config_only(argv)
     if known is not None:
         parser.set_defaults(**settings_from_file(config_class, known))
     optional = {name for name, hint in fields.items() if NoneType in get_args(hint)}
@@ -242,13 +244,10 @@ def parse_config(config_class, argv=None, description=None):
 
 
 def _config_only(argv):
-    import argparse
-
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     first.error = _usage_error
-    namespace, rest = first.parse_known_args(argv)
-    return namespace.config, rest
+    return first.parse_known_args(argv)[0].config
 
 
 def _usage_error(message):
@@ -257,9 +256,6 @@ def _usage_error(message):
 
 def run_main(main):
     """Call main() for a script: 0, or one line on standard error and 2 (a bad setting or bad data) or 1 (a failed run)."""
-    from data import DataError
-    from rewards import RewardError
-
     transformers_logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -8,7 +8,6 @@ Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major 
 """
 
 import base64
-import contextlib
 import dataclasses
 import json
 import math
@@ -22,15 +21,16 @@ import torch
 from accelerate.utils import gather_object
 
 import sft_train
-from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file, template_kwargs
+from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
-from rewards import ANSWER_FORMATS, REWARD_SETS, RewardError, compute_rewards, correctness_reward, extract_answer, load_reward
+from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, correctness_reward, extract_answer, load_reward
 from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
+    accumulated,
     check_positions,
     guarded_step,
     held_out_accuracy,
@@ -50,7 +50,6 @@ from training import (
     shard,
     start_processes,
     steps_to_do,
-    wrap,
 )
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -89,6 +88,8 @@ class Config(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.eval_every:  # nothing is held out where nothing is evaluated, here and in the warm start
+            object.__setattr__(self, "eval_problems", 0)
         check(self, "num_generations", lambda v: v >= 2, "a completion is judged against the others of its group: give at least 2")
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
         check(self, "temperature", lambda v: 1e-3 <= v < math.inf, "must be positive, at least 0.001 (greedy paths of one prompt are all the same)")
@@ -197,7 +198,7 @@ def train(config):
     refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
     decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction)
-    scorer = wrap(accelerator, Scorer(policy, decoder.tables, config.bf16))
+    scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
     ref_scorer = None if reference is None else Scorer(reference, decoder.tables, config.bf16)
     steps = steps_to_do(config, len(problems))
     total = steps * config.outer_iterations
@@ -223,13 +224,13 @@ def train(config):
         # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
         batch = [problems[i] for i in problem_batch(len(problems), config.batch_size, step, config.seed)]
         rollout, mine = sample(decoder, batch, config, step, accelerator)
-        texts = [decoder.text(*pair) for pair in rollout.completions()]
+        completions = rollout.completions()
+        texts = [decoder.text(*pair) for pair in completions]
         rollout_seconds = watch.lap()
 
         # 3. Score them, and compare each with its group.
-        rewards, parts = score(functions, mine, texts, rollout, config, step)
+        rewards, parts = score(functions, mine, texts, completions, config, step)
         all_rewards = torch.tensor(gather_object(rewards), dtype=torch.float64)
-        refuse_silence(parts, texts, step)
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
         reward_seconds = watch.lap()
@@ -261,7 +262,7 @@ def train(config):
             metrics |= {f"{name}_before": value for name, value in first.items()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             metrics |= held_out_accuracy(accelerator, decoder, held_out, config)
-        log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts, advantages, config)
+        log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config)
         log.write(metrics)
         if explained:
             log.say(explained)
@@ -306,7 +307,7 @@ def sample(decoder, batch, config, step, accelerator):
     return decoder.rollout(ids, mask, G, config.max_completion_length, uniforms[rows], config.temperature), mine
 
 
-def score(functions, mine, texts, rollout, config, step):
+def score(functions, mine, texts, completions, config, step):
     """Rewards of this process's rows: totals (a list of N), and each function's own."""
     G = config.num_generations
     problems = [p.problem for p in mine for _ in range(G)]
@@ -315,20 +316,12 @@ def score(functions, mine, texts, rollout, config, step):
         prompts=[[{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
         step=step + 1,
-        whole=False,  # another process may hold what a function does not abstain from
-        completion_ids=[ids for ids, _ in rollout.completions()],
+        gather=gather_object,  # another process may hold what a function does not abstain from
+        completion_ids=[ids for ids, _ in completions],
         answer=[p.answer for p in problems],
         solution=[p.answer for p in problems],
         answer_format=config.answer_format,
     )
-
-
-def refuse_silence(parts, texts, step):
-    """A reward function that abstains from every completion of the global batch is an error on all processes alike."""
-    for name, values in parts.items():
-        if all(value is None for value in gather_object(values)):
-            first = f"the first of them {texts[0][:200]!r}"
-            raise RewardError(f"reward function {name} at step {step + 1} returned None for all completions, {first}")
 
 
 def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config):
@@ -348,17 +341,16 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     furthest, norms, skipped = torch.zeros((), device=mask.device), [], {}
     for iteration in range(config.mu):
         losses = []
-        for last, rows in ((i == len(batches) - 1, rows) for i, rows in enumerate(batches)):
-            with contextlib.nullcontext() if last else accelerator.no_sync(scorer):  # one synchronising backward a process
-                logp, entropy = scorer(rollout, rows)
-                if iteration == 0:
-                    old_logp[rows] = logp.detach()
-                    if ref_scorer is not None:
-                        with torch.no_grad():
-                            ref_logp[rows] = ref_scorer(rollout, rows)[0]
-                loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon,
-                                        epsilon_high=epsilon_high, beta=config.beta, ref_logp=ref_logp[rows])  # fmt: skip
-                (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
+        for rows in accumulated(accelerator, scorer, batches):
+            logp, entropy = scorer(rollout, rows)
+            if iteration == 0:
+                old_logp[rows] = logp.detach()
+                if ref_scorer is not None:
+                    with torch.no_grad():
+                        ref_logp[rows] = ref_scorer(rollout, rows)[0]
+            loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon,
+                                    epsilon_high=epsilon_high, beta=config.beta, ref_logp=ref_logp[rows])  # fmt: skip
+            (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
             losses.append(loss.detach())
             kept, difference = mask[rows], (logp.detach() - rollout.logp[rows]).abs()
             terms |= {"entropy": entropy, **({"logp_diff": difference} if iteration == 0 else {})}
@@ -433,11 +425,11 @@ def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_
     }
 
 
-def log_rollouts(accelerator, folder, step, mine, texts, rollout, rewards, parts, advantages, config):
+def log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config):
     """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom."""
     G, records = config.num_generations, []
     first_row = shard(config.batch_size, accelerator, G).start
-    for n, ((ids, ended), text) in enumerate(zip(rollout.completions(), texts, strict=True)):
+    for n, ((ids, ended), text) in enumerate(zip(completions, texts, strict=True)):
         problem = mine[n // G].problem
         records.append({
             "schema_version": 1, "step": step + 1, "example_id": problem.id, "generation": n % G, "prompt": mine[n // G].prompt, "completion": text,
@@ -481,7 +473,6 @@ def explain_first_group(decoder, scorer, rollout, step, config):
 
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
-    template_kwargs(config)
     debug_every()
     train(config)
 

@@ -366,11 +366,11 @@ def _number(value, where, completion):
     return number
 
 
-def compute_rewards(functions, prompts, completions, step=None, whole=True, **columns):
+def compute_rewards(functions, prompts, completions, step=None, gather=list, **columns):
     """Totals (N) = sum of weight * value, and each function's own values by name; raises RewardError rather than broadcast or guess.
 
     None means "abstains"; a completion for which every function abstains has total NaN, which the training loop leaves out. A function
-    that abstains everywhere is an error, unless this is not the whole batch.
+    that abstains everywhere is an error; `gather` makes everywhere mean all processes (a list of one's own values -> those of all).
     """
     parts = {}
     totals = [math.nan] * len(completions)
@@ -385,7 +385,7 @@ def compute_rewards(functions, prompts, completions, step=None, whole=True, **co
         if len(values) != len(completions):
             raise RewardError(f"{where} returned {len(values)} values for {len(completions)} completions")
         values = [_number(v, where, c) for v, c in zip(values, completions, strict=True)]
-        if whole and values and all(v is None for v in values):
+        if values and all(v is None for v in gather(values)):
             raise RewardError(f"{where} returned None for all {len(values)} completions, the first of them {_quote(completions[0])}")
         key = next(k for k in (name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))) if k not in parts)
         parts[key] = values

@@ -5,7 +5,6 @@
 It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it by itself.
 """
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +19,7 @@ from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
+    accumulated,
     check_positions,
     guarded_step,
     held_out_accuracy,
@@ -38,7 +38,6 @@ from training import (
     shard,
     start_processes,
     steps_to_do,
-    wrap,
 )
 
 SHOWN = {"loss": "loss", "eval_accuracy": "held-out", "grad_norm": "grad", "learning_rate": "lr", "step_seconds": "s", "skipped": "SKIPPED:"}
@@ -61,6 +60,7 @@ class Config(TrainConfig):
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("linear", "learning rate after the warm-up")
     warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
+    eval_problems: int = setting(0, "held-out problems, cut from the training split by hash; 0: none")
     eval_every: int = setting(0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never")
 
 
@@ -83,11 +83,10 @@ def responses(problems, tokenizer, config):
 
 def as_rollout(pairs, tables, device):
     """Prompts and given responses in the shape of a rollout (G = 1, nobody listens), for the one scored forward."""
-    prompt_ids, prompt_mask = pad_left([p.ids for p, _ in pairs], tables.pad_id)
-    ids, mask = pad_right([ids for _, ids in pairs], tables.pad_id)
-    blank = torch.zeros(ids.shape)
-    out = Rollout(prompt_ids, prompt_mask, ids, mask, blank, torch.ones(len(ids), dtype=torch.bool), blank.bool(), num_generations=1, temperature=1.0)
-    return Rollout(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(out).items()})
+    padded = *pad_left([p.ids for p, _ in pairs], tables.pad_id), *pad_right([ids for _, ids in pairs], tables.pad_id)
+    prompt_ids, prompt_mask, ids, mask = (tensor.to(device) for tensor in padded)
+    blank, ended = torch.zeros(ids.shape, device=device), torch.ones(len(ids), dtype=torch.bool, device=device)
+    return Rollout(prompt_ids, prompt_mask, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0)
 
 
 def train(config):
@@ -104,7 +103,7 @@ def train(config):
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
     decoder = GroupDecoder(sampler, tokenizer)
-    scorer = wrap(accelerator, Scorer(policy, decoder.tables, config.bf16))
+    scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
     total = steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
     folder = open_output(config, accelerator)
@@ -118,12 +117,9 @@ def train(config):
         batch = as_rollout(chosen[shard(len(chosen), accelerator)], decoder.tables, accelerator.device)
         tokens = sum(len(ids) for _, ids in chosen)  # of all processes
         learning_rate, losses = schedule.get_last_lr()[0], []
-        batches = micro_batches(batch, config.micro_batch_tokens)
-        for i, rows in enumerate(batches):
-            with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(scorer):
-                logp, _ = scorer(batch, rows)
-                loss = -logp.sum() / tokens
-                (loss * accelerator.num_processes).backward()
+        for rows in accumulated(accelerator, scorer, micro_batches(batch, config.micro_batch_tokens)):
+            loss = -scorer(batch, rows)[0].sum() / tokens
+            (loss * accelerator.num_processes).backward()
             losses.append(loss.detach())
         stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack(losses), config.max_grad_norm)
         loss = float(accelerator.reduce(torch.stack(losses).sum(), "sum"))

@@ -4,6 +4,7 @@ Axes: B prompts, G generations a prompt, N = B*G rows in group-major order, P pr
 through the model, V the tokenizer's real ids, E embedding width.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -52,9 +53,11 @@ def shard(count, accelerator, rows_each=1):
     return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
 
 
-def wrap(accelerator, scorer):
-    """Data parallelism around the scorer, where there are several processes."""
-    return accelerator.prepare_model(scorer)
+def accumulated(accelerator, scorer, batches):
+    """The micro-batches of one optimiser step; gradients are exchanged in the last backward only, one a process."""
+    for i, rows in enumerate(batches):
+        with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(scorer):
+            yield rows
 
 
 # Models

@@ -56,7 +56,7 @@ def gsm8k_h100():
     ]
     text = table(["accuracy", "zero-shot", "after the warm start", "after GRPO with M3PO"], rows)
     return text + (
-        f"\n\n{m['questions']} test questions, one seed, 95% intervals (Wilson, or bootstrap). Warm start {m['warm_start_seconds']:.0f} s, "
+        f"\n\nQwen2.5-Coder-0.5B-Instruct, {m['questions']} test questions, one seed, 95% intervals. Warm start {m['warm_start_seconds']:.0f} s, "
         f"GRPO {m['train_seconds']:.0f} s = {m['train_steps']} steps of 64 x 8 completions, {m['bad_steps']} refused steps. Reloaded by plain transformers in "
         f"another process, float32: {m['reloaded_same_completions']} greedy completions the same. `{where(result)}`."
     )

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_eval
 import grpo_train
+from config import template_kwargs
 from conftest import build_model
-from data import pad_left
+from data import load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
+from rewards import RewardError
 from training import Scorer, make_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,7 +282,7 @@ def test_yaml_reads_5e_6_as_a_number_and_flags_win_over_it(tmp_path):
     )
     config = grpo_train.parse_config(Config, ["--config", str(tmp_path / "c.yaml"), "--model", "n", "--save_steps", "5"])
     assert (config.learning_rate, config.model, config.save_every, config.epsilon_high) == (5e-6, "n", 5, 1.0)
-    assert grpo_train.template_kwargs(config) == {"enable_thinking": False}
+    assert template_kwargs(config) == {"enable_thinking": False}
 
 
 def test_every_shipped_config_is_read_and_refuses_only_what_is_not_there_yet():
@@ -362,6 +364,7 @@ def test_a_run_leaves_what_the_readme_promises(trained):
     assert not [n for n in names if n.startswith(".") or n.endswith(".part")]
     assert "versions" in (trained / "run_config.yaml").read_text()
     assert AutoModelForCausalLM.from_pretrained(trained / "checkpoint-2").dtype == torch.float32
+    assert grpo_eval.Config(model=str(trained / "checkpoint-2")).dataset == "arithmetic", "a checkpoint is evaluated as it was trained"
 
 
 def test_each_step_logs_every_metric_of_the_glossary(trained):
@@ -481,7 +484,7 @@ def test_a_used_output_directory_is_refused(warm, trained):
 def test_a_reward_function_that_fails_is_named_with_its_step_and_saves_nothing(warm, tmp_path, body, words):
     """TRL#6533: one value was silently broadcast."""
     (tmp_path / "mine.py").write_text(f"def mine(completions, **kwargs):\n    {body}\n")
-    with pytest.raises(grpo_train.RewardError) as error:
+    with pytest.raises(RewardError) as error:
         run_short(warm, tmp_path / "out", "--reward", f"{tmp_path}/mine.py:mine", "--eval_every", "0")
     assert all(word in str(error.value) for word in ("mine", "step 1", *words)), str(error.value)
     assert not (tmp_path / "out" / "config.json").exists()
@@ -506,6 +509,23 @@ def test_debug_changes_no_result_and_says_who_listened(warm, trained, tmp_path, 
     assert "did it matter?" in printed
     strip = without_times(lines(trained / "metrics.jsonl")), without_times(lines(out / "metrics.jsonl"))
     assert strip[0] == strip[1]
+
+
+def test_debug_looks_with_the_weights_that_sampled(warm, tmp_path, monkeypatch, capsys):
+    """Scored after a large update, tokens "would have been others" for a reason that is not the paths."""
+    monkeypatch.setenv("M3PO_DEBUG", "1")
+    run_short(warm, tmp_path / "debug", "--m3po_lambda", "1e-7", "--learning_rate", "3e-2", "--warmup_ratio", "0", "--eval_every", "0")
+    answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("did it matter?")]
+    assert [line.split()[3] for line in answers] == ["0"] * 3
+
+
+def test_an_evaluation_on_the_one_file_a_model_was_trained_on_is_refused(warm, tmp_path):
+    rows = [{"question": p.question, "answer": p.answer} for p in load_problems("arithmetic", limit=60)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = run_short(warm, tmp_path / "out", "--dataset", str(tmp_path / "mine.jsonl"), "--eval_every", "0")
+    with pytest.raises(grpo_train.SettingError, match="one file this model was trained on"):
+        grpo_eval.Config(model=str(out))
+    assert grpo_eval.Config(model=str(out), split="train").dataset == str(tmp_path / "mine.jsonl")
 
 
 def test_all_prompts_too_long_is_an_error_that_says_what_to_set(warm, tmp_path):

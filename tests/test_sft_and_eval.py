@@ -104,6 +104,10 @@ def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
     assert high == pytest.approx(mean + 1.96 * error, abs=0.01)
 
 
+def test_one_question_answered_in_part_tells_nothing_of_the_spread():
+    assert grpo_eval.interval([0.5]) == [0.0, 1.0]
+
+
 def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
     problem = encoded(tokenizer, "q", "17", "")
