@@ -1,13 +1,18 @@
 """The group decoder: prompts in; sampled ids, log-probs and mixing weights out. It runs on any causal model that transformers loads.
 
-Axes: B prompts, G generations a prompt, N = B*G rows in group-major order, P prompt tokens (left-padded), T completion tokens, V real ids.
-A rollout is a prefill of the B prompts, whose cache is then replicated to N rows, and decode steps; one step is: sample, end-of-text, end of
-thinking, mixing weights, blend, embed, forward. Nothing in a step waits for the device.
+Axes: B prompts, G generations a prompt, N = B*G rows in group-major order, P prompt tokens, T completion tokens, V real ids, E embedding width,
+W logits of a row (V padded to whole blocks). n of R rows are being decoded: rows that have ended leave, and prompts that wait take their place.
+A rollout is a prefill of the prompts and decode steps; one step is: sample, end of thinking, end of text, mixing weights, blend, embed, forward.
+Nothing in a step waits for the device. On CUDA a step is captured once for each number of rows, and replayed.
 """
 
 import inspect
 import json
+import os
+import time
+from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +20,8 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from data import pad_left
-from m3po_module import blend, cross_path_weights, path_features
+from fast_path import LOGIT_BLOCK, FastBackbone, vary, why_not
+from m3po_module import blend, cosines, weights_from_similarity
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,7 @@ class TokenTables:
     eos_ids: list[int]
     is_eos: torch.Tensor  # (V,) bool
     missing: torch.Tensor | None  # (V,) bool, ids below num_real that no token has
+    real: torch.Tensor  # (W,) bool, ids that a token has
     next_state: torch.Tensor  # (S, V)
 
 
@@ -170,7 +177,9 @@ def token_tables(tokenizer, model, think_end=None):
     eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
     is_eos = torch.zeros(num_real, dtype=torch.bool)
     is_eos[eos_ids] = True
-    missing = torch.tensor([i not in known for i in range(num_real)]) if len(known) < num_real else None
+    real = torch.zeros(-(-table_size // LOGIT_BLOCK) * LOGIT_BLOCK, dtype=torch.bool)
+    real[list(known)] = True
+    missing = ~real[:num_real] if len(known) < num_real else None
     pieces = token_bytes(tokenizer, num_real) if think_end else [b""] * num_real
     return TokenTables(
         num_real=num_real,
@@ -178,6 +187,7 @@ def token_tables(tokenizer, model, think_end=None):
         eos_ids=eos_ids,
         is_eos=is_eos.to(device),
         missing=None if missing is None else missing.to(device),
+        real=real.to(device),
         next_state=delimiter_automaton(pieces, think_end or "").to(device) if think_end else torch.zeros(2, num_real, dtype=torch.long, device=device),
     )
 
@@ -191,51 +201,190 @@ def rollout_uniforms(seed, step, retry, rows, length):
     return torch.rand(rows, length, generator=generator)
 
 
-def inverse_cdf(probs, uniforms, block=512):
-    """The first id whose cumulative probability passes u: probs (N, V), uniforms (N,) -> (N,). Never an id of probability 0.
+IMPOSSIBLE = -1e30  # a logit that is never drawn; finite, so that no inf - inf arises
 
-    In two levels, sums of blocks and then inside one block: one pass over V, and float32 sums stay short.
+
+def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block=LOGIT_BLOCK):
+    """Draw a token of softmax(logits / temperature) over the `real` ids: the first whose cumulative probability passes u, never one of probability 0.
+
+    logits (n, W) of any float type; uniforms (n,), or None for the likeliest. Returns tokens (n,), their log-probs (n,),
+    and each row's largest logit (n,) at temperature 1. In two levels, sums of blocks and then inside one block: one pass over the logits.
     """
-    rows, size = probs.shape
-    blocks = F.pad(probs, (0, -size % block)).view(rows, -1, block)
-    sums = blocks.sum(-1)
-    which, rest = _first_beyond(sums, uniforms[:, None])
-    inside = blocks.gather(1, which[..., None].expand(-1, -1, block)).squeeze(1)
-    return (which * block + _first_beyond(inside, rest)[0]).squeeze(1)
+    if logits.shape[-1] % block:
+        logits = F.pad(logits, (0, -logits.shape[-1] % block), value=IMPOSSIBLE)
+    if top_k > 0 or top_p < 1:
+        logits, temperature = keep_top(_scores(logits, temperature, real), top_k, top_p), 1.0
+    blocks = _scores(logits, temperature, real).view(logits.shape[0], -1, block)
+    block_top = blocks.amax(-1)
+    top = block_top.amax(-1, keepdim=True)
+    mass = (blocks - block_top[..., None]).exp().sum(-1) * (block_top - top).exp()  # (n, W / block), of the largest probability as 1
+    which, rest = (block_top.argmax(-1, keepdim=True), None) if uniforms is None else _first_beyond(mass, uniforms[:, None])
+    ids = which * block + torch.arange(block, device=logits.device)  # (n, block)
+    inside = _scores(logits.gather(1, ids), temperature, None if real is None else real[ids])
+    place = inside.argmax(-1, keepdim=True) if uniforms is None else _first_beyond((inside - inside.amax(-1, keepdim=True)).exp(), rest)[0]
+    logp = inside.gather(1, place) - top - mass.sum(-1, keepdim=True).log()
+    return ids.gather(1, place).squeeze(1), logp.squeeze(1), (top * temperature).squeeze(1)
+
+
+def _scores(logits, temperature, real):
+    scores = logits.float() / temperature
+    return scores if real is None else torch.where(real, scores, IMPOSSIBLE)
 
 
 def _first_beyond(weights, fraction):
-    """Index (N, 1) of the first weight whose running sum passes fraction (N, 1) of the whole, and how far into that weight it lies."""
+    """Index (n, 1) of the first weight whose running sum passes fraction (n, 1) of the whole, and how far into that weight it lies."""
     ends = weights.cumsum(-1)
     target = fraction * ends[:, -1:]
-    last = (torch.arange(weights.shape[-1], device=weights.device) * (weights > 0)).amax(-1, keepdim=True)
+    last = torch.where(weights > 0, torch.arange(weights.shape[-1], device=weights.device), 0).amax(-1, keepdim=True)
     index = torch.minimum((ends <= target).sum(-1, keepdim=True), last)  # rounding can carry u * sum to the sum itself
     here = weights.gather(-1, index)
     return index, ((target - (ends.gather(-1, index) - here)) / here).clamp(0, 1)
 
 
 def keep_top(logits, top_k, top_p):
-    """Evaluation only: -inf outside the top_k ids (0: all) and outside the smallest set of probability top_p (1: all)."""
+    """Evaluation only: impossible outside the top_k ids (0: all) and outside the smallest set of probability top_p (1: all)."""
     if top_k > 0:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[..., -1:], -torch.inf)
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[..., -1:], IMPOSSIBLE)
     if top_p < 1:
         values, order = logits.sort(descending=True)
         before = values.softmax(-1).cumsum(-1) - values.softmax(-1)
-        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p), -torch.inf)
+        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p), IMPOSSIBLE)
     return logits
+
+
+# One decode step, in tensors that stay where they are
+
+
+class Rows(NamedTuple):
+    """What is known of the R rows; `first(n)` are views. Column t of the first five belongs to completion token t."""
+
+    ids: torch.Tensor  # (R, T + 1)
+    logp: torch.Tensor  # (R, T + 1)
+    thinking: torch.Tensor  # (R, T + 1)
+    input_change: torch.Tensor  # (R, T + 1)
+    uniforms: torch.Tensor  # (R, T + 1)
+    t: torch.Tensor  # (R,) tokens said so far
+    state: torch.Tensor  # (R,) of the automaton that looks for the end of thinking
+    ended: torch.Tensor  # (R,) by EOS
+    done: torch.Tensor  # (R,) by EOS or by the limit, or nobody's row
+    prompt_len: torch.Tensor  # (R,)
+    slot: torch.Tensor  # (R,) of its prompt, which is its group
+    path: torch.Tensor  # (R,) its number within the group
+    logits: torch.Tensor  # (R, W)
+
+    def first(self, n):
+        return Rows(*(tensor[:n] for tensor in self))
+
+
+class How(NamedTuple):
+    """What a step is specialised on."""
+
+    greedy: bool
+    top_k: int
+    top_p: float
+    interacts: bool
+
+
+def sample_step(rows, tables, temperature, limit, how):
+    """Sample, record, and see which rows think on and which are done. Returns tokens (n,), thinking (n,) and each row's largest logit (n,)."""
+    next_state, is_eos, real, pad_id = tables
+    at, going = rows.t[:, None], ~rows.done
+    uniforms = None if how.greedy else rows.uniforms.gather(1, at).squeeze(1)
+    tokens, logp, top = draw(rows.logits, uniforms, temperature, real, how.top_k, how.top_p)
+    tokens = torch.where(going, tokens, pad_id)
+    state = next_state[rows.state, tokens]
+    eos = going & is_eos[tokens]
+    thinking = going & ~eos & (state < next_state.shape[0] - 1)
+    for column, value in ((rows.ids, tokens), (rows.logp, torch.where(going, logp, 0.0)), (rows.thinking, thinking)):
+        column.scatter_(1, at, value[:, None])
+    rows.state.copy_(state)
+    rows.t.add_(going)
+    rows.ended.logical_or_(eos)
+    rows.done.logical_or_(eos | (rows.t >= limit))
+    return tokens, thinking, top
+
+
+def mix_step(embeds, thinking, similarity, place, rows, mix, clock, temperature, lambda_blend):
+    """M3PO: the next inputs (n, E), each a blend of its own token's embedding with those of the thinking peers; records who heard whom.
+
+    similarity (B, G, G); place (B, G): the row of each path, n where it has none any more.
+    """
+    weights = weights_from_similarity(similarity, F.pad(thinking, (0, 1))[place], temperature)
+    inputs = blend(F.pad(embeds, (0, 0, 0, 1))[place], weights, lambda_blend)[rows.slot, rows.path]
+    own = embeds.float()
+    change = (inputs.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-9)
+    rows.input_change.scatter_(1, (rows.t - 1).clamp(min=0)[:, None], change[:, None])
+    mix.index_copy_(1, clock, weights[:, None])
+    clock.add_(1)
+    return inputs
+
+
+class PlainBackbone:
+    """Any model, through its own forward and a cache that grows: prompts left-padded, all rows at the same step, no row taken in while others go on.
+
+    A DynamicCache without a config: Gemma-3's sliding layers keep all keys.
+    """
+
+    refills, logit_dtype = False, torch.float32
+
+    def __init__(self, model):
+        self.model, self.width = model, -(-model.get_input_embeddings().weight.shape[0] // LOGIT_BLOCK) * LOGIT_BLOCK
+        self.cache_name = "cache" if "cache" in inspect.signature(model_body(model).forward).parameters else "past_key_values"
+        self.embed = model.get_input_embeddings()
+
+    def hold(self):
+        pass
+
+    def reserve(self, rows, slots, prompt, length):
+        self.length = length
+
+    def prefill(self, prompts, slots, logits, rows, repeat):
+        """Each prompt once, then its cache for every path."""
+        ids, mask = (x.to(self.model.device) for x in pad_left(prompts, 0))
+        self.cache, self.steps = DynamicCache(), ids.shape[1]
+        made = self._forward(self.embed(ids), mask, (mask.long().cumsum(-1) - 1).clamp(min=0))
+        self.cache.batch_repeat_interleave(repeat)
+        self.attention = F.pad(mask, (0, self.length), value=True).repeat_interleave(repeat, 0)
+        logits[rows, : made.shape[1]] = made.repeat_interleave(repeat, 0)
+
+    def decode(self, x, rows, logits, place):
+        self.steps += 1
+        made = self._forward(x[:, None], self.attention[:, : self.steps], (rows.prompt_len + rows.t - 1)[:, None])
+        logits[:, : made.shape[1]] = made
+
+    def _forward(self, embeds, attention, positions):
+        out = model_body(self.model)(inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: self.cache})
+        return vocab_logits(self.model, out.last_hidden_state[:, -1])
+
+    def keep(self, order, longest):
+        self.cache.batch_select_indices(order)
+        self.attention = self.attention[order]
 
 
 # The decoder
 
 
-class GroupDecoder:
-    """Samples groups of completions from `model`. Callers keep one for the life of a process; the model's weights may change between calls."""
+class Lane(NamedTuple):
+    """What the host knows of a row: which sequence it decodes, from which prompt slot, as which path."""
 
-    def __init__(self, model, tokenizer, think_end=None, interaction=Interaction()):
-        self.model, self.tokenizer, self.interaction = model, tokenizer, interaction
+    sequence: int
+    slot: int
+    path: int
+
+
+class GroupDecoder:
+    """Samples groups of completions from `model`. Callers keep one for the life of a process; the model's weights may change in place between calls.
+
+    `fast` False takes the plain path; `compiled` False leaves torch.compile out: set-up is shorter, steps are longer. On CUDA the storage stays
+    between calls and grows when a call needs more.
+    """
+
+    def __init__(self, model, tokenizer, think_end=None, interaction=Interaction(), fast=True, compiled=True):
+        self.model, self.tokenizer, self.interaction, self.device = model, tokenizer, interaction, model.device
         self.tables = token_tables(tokenizer, model, think_end)
-        self.cache_name = "cache" if "cache" in inspect.signature(model_body(model).forward).parameters else "past_key_values"
-        self.check_every = 8 if model.device.type == "cuda" else 1  # steps between looks at "all ended", a device sync
+        self.on_cuda, self.fast, self.compiled = model.device.type == "cuda", fast, compiled
+        self.check_every = 8 if self.on_cuda else 1  # steps between looks at who is done, a device sync
+        self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 6, {}, 0.0
 
     @torch.no_grad()
     def rollout(self, prompt_ids, prompt_mask, num_generations=1, max_new_tokens=256, uniforms=None, temperature=1.0, top_k=0, top_p=1.0, interact=True):
@@ -243,111 +392,250 @@ class GroupDecoder:
 
         Softmax over the tokenizer's real ids at `temperature`; nothing of the model's generation_config but its EOS ids is used.
         """
-        device, G = self.model.device, num_generations
-        prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
-        N, T = len(prompt_ids) * G, max_new_tokens
-        mixes = interact and self.interaction.lambda_blend > 0 and G > 1
-        out = Rollout(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            ids=torch.full((N, T), self.tables.pad_id, device=device),
-            mask=torch.zeros(N, T, dtype=torch.bool, device=device),
-            logp=torch.zeros(N, T, device=device),
-            ended=torch.zeros(N, dtype=torch.bool, device=device),
-            thinking=torch.zeros(N, T, dtype=torch.bool, device=device),
+        G, device = num_generations, self.device
+        interacts = interact and self.interaction.lambda_blend > 0 and G > 1
+        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu().bool(), strict=True)]
+        out, lengths = self._decode(prompts, G, max_new_tokens, uniforms, temperature, How(uniforms is None, top_k, top_p, interacts), len(prompts) * G)
+        used = max(1, int(lengths.max()))
+        ids, logp, thinking, input_change = (out[name][:, :used].contiguous() for name in COLUMNS)
+        return Rollout(
+            prompt_ids=prompt_ids.to(device),
+            prompt_mask=prompt_mask.to(device),
+            ids=ids,
+            mask=torch.arange(used, device=device) < lengths[:, None],
+            logp=logp,
+            ended=out["ended"],
+            thinking=thinking,
             num_generations=G,
             temperature=temperature,
-            mix=torch.zeros(N // G, T, G, G, device=device) if mixes else None,
-            lambda_blend=self.interaction.lambda_blend if mixes else 0.0,
-            input_change=torch.zeros(N, T, device=device) if mixes else None,
+            mix=self.mix[: len(prompts), :used, :G, :G].clone() if interacts else None,
+            lambda_blend=self.interaction.lambda_blend if interacts else 0.0,
+            input_change=input_change if interacts else None,
         )
-        uniforms = None if uniforms is None else uniforms.to(device, torch.float32)
-        state = torch.zeros(N, dtype=torch.long, device=device)
-        cache, attention, positions, logits = self._prefill(prompt_ids, prompt_mask, G, T)
-        for t in range(T):
-            probs, tokens = self._sample(t, logits, out, None if uniforms is None else uniforms[:, t], top_k, top_p)
-            state = self.tables.next_state[state, tokens]
-            out.thinking[:, t] = (state < len(self.tables.next_state) - 1) & ~out.ended
-            steps = t + 1
-            if steps == T or (steps % self.check_every == 0 and bool(out.ended.all())):  # device sync
-                break
-            embeds = self._interact(t, logits, probs, tokens, out) if mixes else self.model.get_input_embeddings()(tokens)
-            logits = self._forward(embeds[:, None], attention[:, : prompt_ids.shape[1] + steps], positions + t, cache)
-        return _trim(out)
-
-    def _prefill(self, prompt_ids, prompt_mask, num_generations, max_new_tokens):
-        """Each prompt once, then its cache for every path. A DynamicCache without a config: Gemma-3's sliding layers keep all keys."""
-        cache = DynamicCache()
-        positions = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
-        embeds = self.model.get_input_embeddings()(prompt_ids)
-        logits = self._forward(embeds, prompt_mask, positions, cache)
-        cache.batch_repeat_interleave(num_generations)
-        grown = F.pad(prompt_mask, (0, max_new_tokens), value=True)
-        rows = torch.arange(len(prompt_ids), device=prompt_ids.device).repeat_interleave(num_generations)
-        return cache, grown[rows], positions[rows, -1:] + 1, logits[rows]
-
-    def _forward(self, embeds, attention, positions, cache):
-        """Next-token logits (N, V) after inputs (N, Q, E)."""
-        out = model_body(self.model)(inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: cache})
-        return vocab_logits(self.model, out.last_hidden_state[:, -1], self.tables)
-
-    def _sample(self, t, logits, out, uniforms, top_k, top_p):
-        """Record token t of every row that has not ended: logits (N, V) -> probabilities at the sampling temperature (N, V), tokens (N,)."""
-        logp = torch.log_softmax(keep_top(logits / out.temperature, top_k, top_p), dim=-1)
-        probs = logp.exp()
-        tokens = logits.argmax(-1) if uniforms is None else inverse_cdf(probs, uniforms)
-        going = ~out.ended
-        tokens = torch.where(going, tokens, self.tables.pad_id)
-        out.ids[:, t] = tokens
-        out.mask[:, t] = going
-        out.logp[:, t] = torch.where(going, logp.gather(-1, tokens[:, None]).squeeze(-1), 0.0)
-        out.ended = out.ended | self.tables.is_eos[tokens]
-        return probs, tokens
-
-    def _interact(self, t, logits, probs, tokens, out):
-        """M3PO: the next inputs (N, E), each a blend of its own token's embedding with those of the thinking peers."""
-        G = out.num_generations
-        embeds = self.model.get_input_embeddings()(tokens)
-        probs = probs if out.temperature == 1 else logits.softmax(-1)  # p_i is at temperature 1, however the paths are sampled
-        features = path_features(self.interaction.similarity, probs, embeds)
-        weights = cross_path_weights(features.view(-1, G, features.shape[-1]), out.thinking[:, t].view(-1, G), self.interaction.temperature)
-        inputs = blend(embeds.view(-1, G, embeds.shape[-1]), weights, self.interaction.lambda_blend).view_as(embeds)
-        out.mix[:, t] = weights
-        out.input_change[:, t] = (inputs - embeds).float().norm(dim=-1) / embeds.float().norm(dim=-1).clamp(min=1e-9)
-        return inputs
 
     def text(self, ids, ended):
         """The text of one completion, a list of ids up to its end: without EOS, special tokens or clean-up."""
         return self.tokenizer.decode(ids[: len(ids) - int(ended)], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    @torch.no_grad()
     def complete(self, prompts, max_new_tokens, samples=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, batch_rows=None, progress=None):
         """Decode many prompts (lists of ids), single paths: returns for each prompt `samples` pairs (ids, ended), ids with their EOS.
 
-        Temperature 0 is greedy. Prompts go in order of length; a sample depends on its prompt's place and `seed`, not on the batch.
+        Temperature 0 is greedy. `batch_rows` rows are decoded at once, and prompts that wait take the place of those that have ended. A sample
+        depends on its prompt's place and `seed`, not on what is decoded beside it.
         """
-        batch_rows = batch_rows or (256 if self.model.device.type == "cuda" else 32)
         uniforms = rollout_uniforms(seed, 0, 0, len(prompts) * samples, max_new_tokens) if temperature > 0 else None
-        answers = [None] * len(prompts)
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        per_batch = max(1, batch_rows // samples)
-        for start in range(0, len(order), per_batch):
-            chosen = order[start : start + per_batch]
-            ids, mask = pad_left([prompts[i] for i in chosen], self.tables.pad_id)
-            draws = None if uniforms is None else uniforms.view(len(prompts), samples, -1)[chosen].flatten(0, 1)
-            out = self.rollout(ids, mask, samples, max_new_tokens, draws, temperature or 1.0, top_k, top_p, interact=False)
-            pairs = out.completions()
-            for place, i in enumerate(chosen):
-                answers[i] = pairs[place * samples : (place + 1) * samples]
-            if progress is not None:
-                progress(len(chosen))
-        return answers
+        how = How(uniforms is None, top_k, top_p, False)
+        out, lengths = self._decode(prompts, samples, max_new_tokens, uniforms, temperature or 1.0, how, batch_rows, progress)
+        rows = zip(out["ids"].tolist(), lengths.tolist(), out["ended"].tolist(), strict=True)
+        pairs = [(ids[:length], ended) for ids, length, ended in rows]
+        return [pairs[i : i + samples] for i in range(0, len(pairs), samples)]
+
+    def _decode(self, prompts, samples, limit, uniforms, temperature, how, max_rows=None, progress=None):
+        """Decode `samples` rows for each prompt. Returns the columns of Rows, and `ended`, over all sequences in order, and lengths (sequences,)."""
+        slots = self._prepare(prompts, samples, limit, temperature, how, max_rows)
+        total, rows = len(prompts) * samples, self.rows
+        out = {name: getattr(rows, name).new_zeros(total, limit) for name in COLUMNS} | {"ended": rows.ended.new_zeros(total)}
+        out["ids"].fill_(self.tables.pad_id)
+        lengths, left = rows.t.new_zeros(total), [samples] * len(prompts)
+        order = range(len(prompts)) if how.interacts else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        waiting, lanes, done, step, end = deque(order), [], [], 0, 0
+
+        def collect():
+            """Carry what the done rows have said into `out`; nobody's rows they are then."""
+            finished = [r for r, lane in enumerate(lanes) if lane is not None and done[r]]
+            sequences = [lanes[r].sequence for r in finished]
+            source, target = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (finished, sequences))
+            for name in COLUMNS:
+                out[name][target] = getattr(rows, name)[source, :limit]
+            out["ended"][target], lengths[target] = rows.ended[source], rows.t[source]
+            for r, sequence in zip(finished, sequences, strict=True):
+                lanes[r] = None
+                left[sequence // samples] -= 1
+                if progress is not None and left[sequence // samples] == 0:
+                    progress(1)
+
+        while waiting or not all(done):
+            free = done.count(True)
+            if waiting and (all(done) or (self.backbone.refills and free >= max(samples, len(done) // 8))):
+                collect()
+                if all(done):
+                    n = self._size(min(self.batch, len(waiting) * samples))
+                    lanes, done = [None] * n, [True] * n
+                if self._admit(prompts, samples, waiting, lanes, done, slots, uniforms):
+                    end = step + limit
+            elif not waiting and (smaller := self._size(len(done) - free)) < len(done):
+                collect()
+                keep = sorted(range(len(done)), key=lambda r: done[r])[:smaller]
+                lanes, done = [lanes[r] for r in keep], [done[r] for r in keep]
+                self._shrink(keep, lanes, min(step, limit))
+            for _ in range(min(self.check_every, end - step)):
+                step += 1
+                self._step(len(done), how, last=step == end)
+            done = rows.done[: len(done)].tolist()  # device sync
+        collect()
+        return out, lengths
+
+    def _admit(self, prompts, samples, waiting, lanes, done, slots, uniforms):
+        """Let waiting prompts into rows that are free, as far as there are prompt slots; returns how many."""
+        busy = {lane.slot for lane, over in zip(lanes, done, strict=True) if not over}
+        free_slots, free_rows = [s for s in range(slots) if s not in busy], [r for r, over in enumerate(done) if over]
+        count = min(len(waiting), len(free_slots), len(free_rows) // samples)
+        chosen, free_slots, free_rows = [waiting.popleft() for _ in range(count)], free_slots[:count], free_rows[: count * samples]
+        for k, r in enumerate(free_rows):
+            lanes[r], done[r] = Lane(chosen[k // samples] * samples + k % samples, free_slots[k // samples], k % samples), False
+        if count:
+            into, rows = torch.tensor(free_rows, device=self.device), self.rows
+            for name in ("t", "state", "ended", "done"):
+                getattr(rows, name)[into] = 0
+            rows.prompt_len[into] = torch.tensor([len(prompts[i]) for i in chosen], device=self.device).repeat_interleave(samples)
+            rows.slot[into] = torch.tensor([lanes[r].slot for r in free_rows], device=self.device)
+            rows.path[into] = torch.tensor([lanes[r].path for r in free_rows], device=self.device)
+            if uniforms is not None:
+                rows.uniforms[into, : uniforms.shape[1]] = uniforms[[lanes[r].sequence for r in free_rows]].to(self.device, torch.float32)
+            self.backbone.prefill([prompts[i] for i in chosen], free_slots, rows.logits, into, samples)
+            self._place(lanes)
+        return count
+
+    def _shrink(self, keep, lanes, longest):
+        """Rows `keep` become the first ones, and the only ones; none of them has said more than `longest` tokens."""
+        order = torch.tensor(keep, device=self.device)
+        for tensor in self.rows:
+            tensor[: len(keep)] = tensor[order]
+        self.backbone.keep(order, longest)
+        self._place(lanes)
+
+    def _place(self, lanes):
+        """Where the paths of each group are; the number of rows where one has gone."""
+        place = torch.full(self.place.shape, len(lanes))
+        for r, lane in enumerate(lanes):
+            if lane is not None:
+                place[lane.slot, lane.path] = r
+        self.place.copy_(place)
+
+    def _size(self, n):
+        """How many rows to decode n in: where steps are captured, one of a few numbers."""
+        return next((size for size in SIZES if size >= n), -(-n // 256) * 256) if self.captures else n
+
+    def _prepare(self, prompts, samples, limit, temperature, how, max_rows):
+        """What is not there yet of backbone, storage and captured steps; returns the number of prompt slots."""
+        started = time.perf_counter()
+        if self.backbone is None:
+            self._choose_backbone()
+        self.backbone.hold()
+        longest, total = max(map(len, prompts)), len(prompts) * samples
+        self.batch = min(max_rows or self._default_rows(longest + limit), total) // samples * samples or samples
+        slots = self.batch // samples * (1 if samples == 1 or self.batch == total else 2)
+        grouped = how.interacts or not self.captures  # captured steps need the groups' places for the interaction only
+        needed = (self._size(self.batch), slots, -(-longest // 64) * 64, limit, slots if grouped else 1, samples if grouped else 1)
+        if any(have < need for have, need in zip(self.reserved, needed, strict=True)):
+            self._reserve(tuple(map(max, self.reserved, needed)))
+        self.place, self.mix = self.all_places, self.all_mix
+        if not self.captures:
+            self.place, self.mix = self.place[:slots, :samples], self.mix[:slots, :, :samples, :samples]
+        for tensor, value in ((self.rows.done, True), (self.rows.t, 0), (self.temperature, temperature), (self.limit, limit), (self.clock, 0), (self.mix, 0)):
+            tensor.fill_(value)
+        if self.captures and how not in self.graphs:
+            self.place.fill_(0)
+            sizes = [size for size in SIZES if size < self.reserved[0]] + [self.reserved[0]]
+            self.graphs[how] = self._capture(how, sizes)
+            self.rows.t.zero_()
+            self.clock.zero_()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            self.setup_seconds += seconds
+            _say(f"decoder: {'compiled and ' if self.compiled else ''}captured for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s")
+        return slots
+
+    def _choose_backbone(self):
+        reason = why_not(self.model) if self.fast else "asked for"
+        if reason is not None and self.fast:
+            _say(f"decoder: the plain path, which is slower ({reason})")
+        self.backbone = PlainBackbone(self.model) if reason else FastBackbone(self.model, self.compiled and self.on_cuda)
+        self.captures = self.on_cuda and not reason
+        self.compiled = self.compiled and self.captures
+        self.sample, self.mix_inputs = (torch.compile(f) if self.compiled else f for f in (sample_step, mix_step))
+
+    def _default_rows(self, tokens):
+        """Rows to decode at once where nobody says: what half of the free memory holds, 512 at most on CUDA; 32 on the CPU."""
+        if not self.captures:
+            return 256 if self.on_cuda else 32
+        return max(8, min(512, max(self.reserved[0], int(torch.cuda.mem_get_info(self.device)[0] / 2 / self.backbone.row_bytes(tokens)))))
+
+    def _reserve(self, sizes):
+        """Storage for R rows, S prompt slots, P prompt and T completion tokens, B groups of G that interact. Captured steps hold on to the old."""
+        R, S, P, T, B, G = self.reserved = sizes
+        self.graphs, self.rows = {}, None
+        device, W = self.device, self.backbone.width
+        kinds = dict(ids=torch.long, logp=torch.float32, thinking=torch.bool, input_change=torch.float32, uniforms=torch.float32, t=torch.long,
+                     state=torch.long, ended=torch.bool, done=torch.bool, prompt_len=torch.long, slot=torch.long, path=torch.long,
+                     logits=self.backbone.logit_dtype)  # fmt: skip
+        widths = dict.fromkeys((*COLUMNS, "uniforms"), (T + 1,)) | {"logits": (W,)}
+        self.rows = Rows(**{name: torch.zeros(R, *widths.get(name, ()), dtype=kind, device=device) for name, kind in kinds.items()})
+        self.all_places, self.all_mix = torch.zeros(B, G, dtype=torch.long, device=device), torch.zeros(B, T, G, G, device=device)
+        self.temperature, self.limit = torch.ones((), device=device), torch.zeros((), dtype=torch.long, device=device)
+        self.clock = torch.zeros(1, dtype=torch.long, device=device)
+        self.backbone.reserve(R, S, P, T)
+
+    def _capture(self, how, sizes):
+        """CUDA graphs of the step for each number of rows; nobody's rows are decoded, so nothing changes but scratch."""
+        graphs, pool, stream = {}, None, torch.cuda.Stream(self.device)
+        for n in reversed(sizes):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                self._run(n, how)  # compiles, where it must
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graphs[n] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[n], pool=pool, stream=stream):
+                self._run(n, how)
+            pool = pool or graphs[n].pool()
+        return graphs
+
+    def _step(self, n, how, last):
+        """One decode step of the first n rows; after the last nothing is forwarded."""
+        if self.captures and not last:
+            self.graphs[how][n].replay()
+        else:
+            self._run(n, how, last)
+
+    def _run(self, n, how, last=False):
+        rows, tables = self.rows.first(n), self.tables
+        if self.compiled:
+            vary(*rows)
+        tokens, thinking, top = self.sample(rows, (tables.next_state, tables.is_eos, tables.real, tables.pad_id), self.temperature, self.limit, how)
+        if last or (not self.on_cuda and bool(rows.done.all())):
+            return
+        inputs = self.backbone.embed(tokens)
+        if how.interacts:
+            similarity = self._similarity(rows.logits, top, inputs, thinking)
+            if self.compiled:
+                vary(inputs, thinking)
+            inputs = self.mix_inputs(
+                inputs, thinking, similarity, self.place, rows, self.mix, self.clock, self.interaction.temperature, self.interaction.lambda_blend
+            )
+        self.backbone.decode(inputs, rows, rows.logits, self.place)
+
+    def _similarity(self, logits, top, embeds, thinking):
+        """How alike the paths of each group are, (B, G, G); what rows that do not think are given is of no account."""
+        kind = self.interaction.similarity
+        if kind == "mean":
+            return torch.ones(*self.place.shape, self.place.shape[1], device=self.device)
+        if kind == "distribution" and self.on_cuda:
+            products = group_products(logits, top, self.tables.real, self.place, F.pad(thinking, (0, 1))[self.place])
+            size = products.diagonal(dim1=1, dim2=2).clamp(min=1e-30).rsqrt()
+            return products * size[:, :, None] * size[:, None, :]
+        features = embeds if kind == "embedding" else (_scores(logits, 1.0, self.tables.real) - top[:, None]).exp()
+        return cosines(F.pad(features, (0, 0, 0, 1))[self.place])
 
 
-def _trim(out):
-    """Cut the columns that no row reached."""
-    used = max(1, int(out.mask.any(0).sum()))
-    for name in ("ids", "mask", "logp", "thinking", "input_change"):
-        value = getattr(out, name)
-        setattr(out, name, None if value is None else value[:, :used].contiguous())
-    out.mix = None if out.mix is None else out.mix[:, :used].contiguous()
-    return out
+COLUMNS = ("ids", "logp", "thinking", "input_change")
+SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
+
+
+def _say(text):
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
+
+
+if torch.cuda.is_available():
+    from triton_kernels import group_products

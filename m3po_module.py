@@ -15,13 +15,18 @@ import torch.nn.functional as F
 SIMILARITIES = ("distribution", "embedding", "mean")
 
 
-def path_features(similarity, probs, embeds):
-    """What two paths are compared by: `probs` (N, V) as in the paper, `embeds` (N, E) as in H3PO, or nothing at all (`mean`: all alike)."""
-    if similarity == "distribution":
-        return probs
-    if similarity == "embedding":
-        return embeds
-    return torch.ones_like(embeds[:, :1])
+def cosines(features):
+    """Cosine similarity of the paths of a group in float32: (B, G, F) -> (B, G, G)."""
+    unit = F.normalize(features.float(), dim=-1)
+    return unit @ unit.mT
+
+
+def weights_from_similarity(similarity, thinking, temperature):
+    """Softmax of the similarities (B, G, G) over the *other thinking* paths: thinking (B, G) bool -> (B, G, G) float32."""
+    group = thinking.shape[-1]
+    allowed = thinking[:, None, :] & thinking[:, :, None] & ~torch.eye(group, dtype=torch.bool, device=thinking.device)
+    scores = torch.where(allowed, similarity / temperature, torch.finfo(torch.float32).min)
+    return torch.softmax(scores, dim=-1) * allowed  # a row with nobody to listen to is uniform over nobody: all zero
 
 
 def cross_path_weights(features, thinking, temperature):
@@ -29,12 +34,8 @@ def cross_path_weights(features, thinking, temperature):
 
     A row sums to 1, or to 0 where its path does not think or no other path does. The diagonal is 0.
     """
-    group = thinking.shape[-1]
     assert features.shape[:2] == thinking.shape, "features (B, G, F) and thinking (B, G) must agree"
-    unit = F.normalize(features.float(), dim=-1)
-    allowed = thinking[:, None, :] & thinking[:, :, None] & ~torch.eye(group, dtype=torch.bool, device=thinking.device)
-    scores = (unit @ unit.mT / temperature).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    return torch.softmax(scores, dim=-1) * allowed  # a row with nobody to listen to is uniform over nobody: all zero
+    return weights_from_similarity(cosines(features), thinking, temperature)
 
 
 def blend(embeds, weights, lambda_blend):

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from config import RunError, SettingError, resolved, system_prompt, template_kwargs, write_whole
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
-from generation import check_head, inverse_cdf, model_body, vocab_logits
+from generation import check_head, draw, model_body, vocab_logits
 from m3po_module import blend
 from rewards import correctness_reward
 
@@ -228,7 +228,7 @@ def interaction_effect(scorer, rollout, uniforms):
         with torch.autocast(**scorer.autocast):
             logits = [vocab_logits(scorer.model, scorer.hidden(r, row)[0], scorer.tables) for r in (rollout, plain)]
         heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
-        others.append(inverse_cdf(alone.exp(), uniforms[g, : len(alone)].to(alone.device)).tolist())
+        others.append(draw(alone, uniforms[g, : len(alone)].to(alone.device))[0].tolist())
         divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()
         probs = logits[0].softmax(-1)
         similar.append(torch.stack([F.normalize(probs[t], dim=-1) if t < len(probs) else torch.zeros_like(probs[0]) for t in steps]))

@@ -7,7 +7,7 @@ import torch
 
 from conftest import build_model
 from data import pad_left
-from generation import GroupDecoder, Interaction, delimiter_automaton, eos_token_ids, inverse_cdf, keep_top, rollout_uniforms, token_bytes, token_tables
+from generation import GroupDecoder, Interaction, delimiter_automaton, draw, eos_token_ids, keep_top, rollout_uniforms, token_bytes, token_tables
 
 T = 24
 
@@ -226,23 +226,31 @@ def test_frequencies_are_those_of_the_softmax_at_the_temperature(llama, tokenize
     assert torch.allclose(out.logp[:, 0].double(), p.log()[out.ids[:, 0]], atol=1e-5)
 
 
-def test_inverse_cdf_is_the_first_id_whose_running_sum_passes_u():
-    probs = torch.tensor([[0.0, 0.25, 0.25, 0.0, 0.5, 0.0]])
-    for u, expected in [(0.0, 1), (0.2499, 1), (0.25, 2), (0.4999, 2), (0.5, 4), (0.999, 4), (1 - 2**-24, 4), (1.0, 4)]:
+def test_a_draw_is_the_first_id_whose_running_sum_passes_u():
+    logits = torch.tensor([[0.0, 0.25, 0.25, 0.0, 0.5, 0.0]]).log().clamp(min=-1e30)
+    for u, expected in [(0.0, 1), (0.2499, 1), (0.2501, 2), (0.4999, 2), (0.5001, 4), (0.999, 4), (1 - 2**-24, 4), (1.0, 4)]:
         for block in (1, 2, 3, 512):
-            assert int(inverse_cdf(probs, torch.tensor([u]), block)) == expected, (u, block)
+            token, logp, top = draw(logits, torch.tensor([u]), block=block)
+            assert int(token) == expected, (u, block)
+            assert float(logp) == pytest.approx(float(logits[0, expected]), abs=1e-6)
+            assert float(top) == pytest.approx(math.log(0.5))
 
 
-def test_inverse_cdf_agrees_with_a_float64_search_and_never_picks_an_impossible_id():
+def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(4000, 1337, generator=generator)
-    logits[:, 5::7] = -torch.inf
-    probs, u = logits.softmax(-1), torch.rand(4000, generator=generator)
+    real = torch.ones(1337, dtype=torch.bool)
+    real[5::7] = False
+    u = torch.rand(4000, generator=generator)
     u[:10], u[10:20] = 0.0, 1 - 2**-24
-    got = inverse_cdf(probs, u)
-    exact = torch.searchsorted(probs.double().cumsum(-1), (u.double() * probs.double().sum(-1))[:, None], right=True).squeeze(1)
-    assert (probs.gather(1, got[:, None]) > 0).all()
+    padded = torch.nn.functional.pad(logits, (0, 71))
+    got, logp, _ = draw(padded, u, 0.7, torch.nn.functional.pad(real, (0, 71)))
+    probs = (logits / 0.7).double().masked_fill(~real, -torch.inf).softmax(-1)
+    exact = torch.searchsorted(probs.cumsum(-1), (u.double() * probs.sum(-1))[:, None], right=True).squeeze(1)
+    assert real[got].all()
+    assert torch.allclose(logp.double(), probs.gather(1, got[:, None]).squeeze(1).log(), atol=1e-5)
     assert (got == exact.clamp(max=1336)).float().mean() > 0.998, "float32 rounding may move a draw that lies on an edge"
+    assert torch.equal(draw(padded, None, 0.7, torch.nn.functional.pad(real, (0, 71)))[0], probs.argmax(-1))
 
 
 def test_no_two_rows_share_draws_and_the_draws_depend_on_seed_step_and_retry():

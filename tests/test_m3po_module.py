@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from m3po_module import apply_cross_path_interaction, apply_cross_path_interaction_batch, blend, cross_path_weights, describe_interaction, path_features
+from m3po_module import (
+    apply_cross_path_interaction,
+    apply_cross_path_interaction_batch,
+    blend,
+    cross_path_weights,
+    describe_interaction,
+    weights_from_similarity,
+)
 
 # Three paths: 0 and 1 at a right angle, 2 at 45 degrees to both: cosines 0, sqrt(1/2), sqrt(1/2).
 FEATURES = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]])
@@ -41,9 +48,7 @@ def test_weights_are_finite_where_cosines_are_far_over_the_temperature_or_a_feat
 
 
 def test_mean_similarity_is_uniform_over_thinking_peers():
-    embeds = torch.randn(4, 6)
-    features = path_features("mean", torch.rand(4, 9), embeds).view(1, 4, -1)
-    weights = cross_path_weights(features, torch.tensor([[True, True, False, True]]), 0.1)[0]
+    weights = weights_from_similarity(torch.ones(1, 4, 4), torch.tensor([[True, True, False, True]]), 0.1)[0]
     assert torch.allclose(weights[0], torch.tensor([0, 0.5, 0, 0.5]))
 
 

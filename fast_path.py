@@ -1,0 +1,250 @@
+"""Decoder layers of Llama, Qwen2 and Qwen3 over fixed storage: the forward pass that a decode step can be captured around.
+
+A prompt's keys and values lie once, in a slot, for all the paths that continue it; what a path says lies in a row of its own. Place j of either
+is position j of the text: prompts start at 0 and nothing is padded on the left, so there is no mask, only two lengths.
+
+n rows being decoded, R rows and S slots of storage, M tokens of any kind; H query heads and K key heads of width D; E embedding width, W logits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+LOGIT_BLOCK = 128  # the width of the head is padded to whole blocks, by which the sampler works
+
+
+class Shape(NamedTuple):
+    heads: int
+    key_heads: int
+    head_dim: int
+    eps: float
+
+
+class Layer(NamedTuple):
+    """Weights of a decoder layer; q, k, v lie in one matrix, and so do gate and up: two reads of the input less, and fewer kernels."""
+
+    norm_in: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    norm_mid: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+def rms_norm(x, weight, eps):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding: x (M, heads, D), cos and sin (M, D)."""
+    left, right = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
+
+
+def before_attention(x, cos, sin, w: Layer, shape: Shape):
+    """(M, E) -> queries (M, H, D), keys and values (M, K, D)."""
+    projected = F.linear(rms_norm(x, w.norm_in, shape.eps), w.qkv, w.qkv_bias).view(x.shape[0], -1, shape.head_dim)
+    q, k, v = projected.split([shape.heads, shape.key_heads, shape.key_heads], dim=1)
+    if w.q_norm is not None:
+        q, k = rms_norm(q, w.q_norm, shape.eps), rms_norm(k, w.k_norm, shape.eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def after_attention(x, attended, w: Layer, shape: Shape):
+    """(M, E) and what attention gave (M, H*D) -> (M, E)."""
+    x = x + F.linear(attended, w.o, w.o_bias)
+    gate, up = F.linear(rms_norm(x, w.norm_mid, shape.eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
+    return x + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+
+
+def attend(q, k, v, prompt, own, place, slot, path, prompt_len, own_len, scale):
+    """One new token a row over its prompt and what it has said, in plain torch: q (n, H, D), k and v (n, K, D) -> (n, H*D).
+
+    prompt (2, S, K, P, D), prompt_len (S,); own (2, R, K, T, D); place (S, G) says which row is path g of slot s (n: none). The G paths of a
+    slot are folded into the queries of its keys, and so are the H / K heads that share a key head: keys are read once and never copied.
+    """
+    n, H, D = q.shape
+    S, G = place.shape
+    K, rows = k.shape[1], torch.arange(n, device=q.device)
+    own[0][rows, :, own_len], own[1][rows, :, own_len] = k, v
+    said, seen = int(own_len.max()) + 1, max(int(prompt_len.max()), 1)
+    (prompt_k, prompt_v), (own_k, own_v) = prompt[:, :S, :, :seen], own[:, :n, :, :said]
+
+    def by_slot(x):  # (n, K, r, _) -> (S, K, G*r, _)
+        return F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1))[place].transpose(1, 2).flatten(2, 3)
+
+    def by_row(x):  # (S, K, G*r, _) -> (n, K, r, _)
+        return x.unflatten(2, (G, H // K)).transpose(1, 2)[slot, path]
+
+    q = q.view(n, K, H // K, D) * scale
+    far = by_slot(q) @ prompt_k.mT + torch.where(torch.arange(seen, device=q.device) < prompt_len[:S, None], 0.0, -torch.inf)[:, None, None]
+    near = q @ own_k.mT + torch.where(torch.arange(said, device=q.device) <= own_len[:, None], 0.0, -torch.inf)[:, None, None]
+    weights = torch.cat((by_row(far), near), -1).softmax(-1)
+    return (by_row(by_slot(weights[..., :seen]) @ prompt_v) + weights[..., seen:] @ own_v).flatten(1)
+
+
+def why_not(model):
+    """Why the fast path cannot serve this model, or None."""
+    config = model.config.get_text_config()
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        return "sliding-window attention"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act}"
+    if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
+        return f"rotary embedding {config.rope_parameters['rope_type']}, which changes with the length"
+    linear = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
+    if any(type(m) is not torch.nn.Linear for m in linear) or model.get_output_embeddings().bias is not None:
+        return "layers that are not plain matrix products"
+    return None
+
+
+class FastBackbone:
+    """Runs a supported model over fixed storage. The model's own parameters become views into it, so that a change in place is seen at once."""
+
+    refills = True
+
+    def __init__(self, model, compiled):
+        body, config = model.base_model, model.config.get_text_config()
+        self.model, self.head_weight, self.padded = model, None, []
+        attention = body.layers[0].self_attn
+        self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)
+        self.scale, self.embedding = attention.scaling, body.embed_tokens
+        self.cuda = model.device.type == "cuda"
+        self.before, self.after, self.head = (
+            torch.compile(f) if compiled else f for f in (before_attention, after_attention, head_input)
+        )  # fmt: skip
+        self.pairs = []  # (parameter, the view it must be)
+        self.layers = [self._layer(layer) for layer in body.layers]
+        self.norm = self._keep(body.norm)
+        width = model.get_output_embeddings().weight.shape[0]
+        self.logit_dtype, self.compiled = model.dtype, compiled
+        self.width = -(-width // LOGIT_BLOCK) * LOGIT_BLOCK
+        self.head_weight = self._together([model.get_output_embeddings()], "weight", self.width)
+        self.prompt = self.own = None
+
+    def _together(self, modules, name, rows=None):
+        """One tensor that holds a parameter of several modules, one below the other; None where they have none."""
+        parts = [getattr(m, name, None) for m in modules]
+        if parts[0] is None:
+            return None
+        if len(parts) == 1 and len(parts[0]) == (rows or len(parts[0])):
+            whole = parts[0].data
+        else:
+            rows = rows or sum(map(len, parts))
+            whole = parts[0].new_zeros(rows, *parts[0].shape[1:], requires_grad=False)
+        start = 0
+        for part in parts:
+            self.pairs.append((part, whole[start : start + len(part)]))
+            start += len(part)
+        return whole
+
+    def _keep(self, module, name="weight"):
+        return self._together([module], name)
+
+    def _layer(self, layer):
+        a, m = layer.self_attn, layer.mlp
+        qkv, gate_up = [a.q_proj, a.k_proj, a.v_proj], [m.gate_proj, m.up_proj]
+        made = Layer(
+            norm_in=self._keep(layer.input_layernorm), qkv=self._together(qkv, "weight"), qkv_bias=self._together(qkv, "bias"),
+            q_norm=self._keep(getattr(a, "q_norm", None)), k_norm=self._keep(getattr(a, "k_norm", None)),
+            o=self._keep(a.o_proj), o_bias=self._keep(a.o_proj, "bias"), norm_mid=self._keep(layer.post_attention_layernorm),
+            gate_up=self._together(gate_up, "weight"), gate_up_bias=self._together(gate_up, "bias"),
+            down=self._keep(m.down_proj), down_bias=self._keep(m.down_proj, "bias"),
+        )  # fmt: skip
+        self.hold()
+        return made
+
+    def hold(self):
+        """Make every parameter the view it must be, taking over its values where somebody has given it other storage; called before each rollout."""
+        for parameter, view in self.pairs:
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    def reserve(self, rows, slots, prompt, length):
+        """Storage for keys and values, and the rotary tables."""
+        K, D, like = self.shape.key_heads, self.shape.head_dim, self.head_weight
+        self.prompt = self.own = None  # free the old before the new is taken
+        self.prompt = like.new_zeros(len(self.layers), 2, slots, K, prompt, D, requires_grad=False)
+        self.own = like.new_zeros(len(self.layers), 2, rows, K, length, D, requires_grad=False)
+        self.slot_len = torch.zeros(slots, dtype=torch.long, device=like.device)
+        places = torch.arange(prompt + length, device=like.device)[None]
+        self.cos, self.sin = (x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], places))
+
+    def row_bytes(self, tokens):
+        """Memory of a row with a prompt of its own and `tokens` tokens in all."""
+        _, K, D, _ = self.shape
+        return (len(self.layers) * 2 * K * D * tokens + 2 * self.width) * self.head_weight.element_size()
+
+    def embed(self, tokens):
+        return F.embedding(tokens, self.embedding.weight)
+
+    def prefill(self, prompts, slots, logits, rows, repeat):
+        """Each prompt (a list of ids) once, its keys and values into its slot, its next-token logits into logits[rows], `repeat` rows a prompt."""
+        device, (H, K, D, _) = self.head_weight.device, self.shape
+        lengths = torch.tensor([len(p) for p in prompts])
+        m, P = len(prompts), int(lengths.max())
+        ids = torch.zeros(m, P, dtype=torch.long)
+        for i, p in enumerate(prompts):
+            ids[i, : len(p)] = torch.tensor(p)
+        ids, lengths, slots = ids.to(device), lengths.to(device), torch.tensor(slots, device=device)
+        self.slot_len[slots] = lengths
+        x = self.embed(ids.flatten())
+        cos, sin = self.cos[:P].repeat(m, 1), self.sin[:P].repeat(m, 1)
+        vary(x, cos, sin)
+        for w, prompt in zip(self.layers, self.prompt, strict=True):
+            q, k, v = (t.view(m, P, -1, D).transpose(1, 2) for t in self.before(x, cos, sin, w, self.shape))
+            prompt[0, slots, :, :P], prompt[1, slots, :, :P] = k, v
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=K != H)
+            x = self.after(x, vary(attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape)
+            vary(x)
+        last = x.view(m, P, -1)[torch.arange(m, device=device), lengths - 1]
+        made = self.head(vary(last), self.norm, self.shape) @ self.head_weight.T
+        logits[rows] = made.repeat_interleave(repeat, 0)
+
+    def decode(self, x, rows, logits, place):
+        """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
+        own_len = (rows.t - 1).clamp(min=0)
+        positions = rows.prompt_len + own_len
+        cos, sin = self.cos[positions], self.sin[positions]
+        vary(x, cos, sin)
+        for w, prompt, own in zip(self.layers, self.prompt, self.own, strict=True):
+            q, k, v = self.before(x, cos, sin, w, self.shape)
+            if self.cuda:
+                attended = decode_attention(q, k, v, prompt, own, rows.slot, rows.prompt_len, own_len, rows.done, self.scale)
+            else:
+                attended = attend(q, k, v, prompt, own, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
+            x = vary(self.after(x, vary(attended), w, self.shape))
+        torch.mm(self.head(x, self.norm, self.shape), self.head_weight.T, out=logits)
+
+    def keep(self, order, longest):
+        """Rows `order` become the first ones."""
+        for layer in self.own:
+            for side in layer:
+                side[: len(order), :, :longest] = side[order, :, :longest]
+
+
+def head_input(x, weight, shape):
+    return rms_norm(x, weight, shape.eps)
+
+
+def vary(*tensors):
+    """Tell the compiler that the number of rows changes from call to call."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors[0]
+
+
+if torch.cuda.is_available():
+    from triton_kernels import decode_attention
