@@ -5,7 +5,9 @@ import torch
 
 from conftest import build_model
 from data import pad_left
+from fast_path import attend
 from generation import GroupDecoder, Interaction, rollout_uniforms
+from m3po_module import cosines
 from training import Scorer, refresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,3 +43,91 @@ def test_bf16_scoring_is_close_to_bf16_sampling_and_far_from_scoring_plain_ids(f
     out.mix = None
     assert close < 0.03
     assert (scorer(out, rows)[0] - out.logp).abs()[out.mask].mean() > 5 * close
+
+
+def sampled(decoder, prompts, G=8, length=T, seed=0, **kwargs):
+    ids, mask = pad_left(prompts, decoder.tables.pad_id)
+    return decoder.rollout(ids, mask, G, length, rollout_uniforms(seed, 0, 0, G * len(prompts), length), **kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_captured_steps_give_the_samples_of_the_plain_path(family, compiled, tokenizer, prompts):
+    """float32: the same tokens and log-probs, rows leaving on the way, M3PO on and off."""
+    model = build_model(family, tokenizer).cuda()
+    for lam in (0.0, 0.3):
+        fast = GroupDecoder(model, tokenizer, "e", Interaction(lam), compiled=compiled)
+        plain = GroupDecoder(model, tokenizer, "e", Interaction(lam), fast=False)
+        a, b = sampled(fast, prompts, length=60), sampled(plain, prompts, length=60)
+        assert a.ended.float().mean() > 0.3, "rows must leave for this to say something"
+        assert (a.ids == b.ids).float().mean() > 0.99, "an edge of the distribution may move a draw"
+        same = (a.ids == b.ids).all(-1)
+        assert torch.allclose(a.logp[same], b.logp[same], atol=2e-3)
+        assert torch.equal(a.thinking[same], b.thinking[same])
+
+
+@torch.no_grad()
+def test_weights_changed_in_place_are_seen_by_the_next_captured_rollout(tokenizer, prompts):
+    model = build_model("qwen2", tokenizer).cuda()
+    decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3))
+    before = sampled(decoder, prompts)
+    refresh(model, build_model("qwen2", tokenizer, seed=1).cuda())
+    after = sampled(decoder, prompts)
+    assert not torch.equal(before.ids, after.ids)
+    assert torch.equal(after.ids, sampled(GroupDecoder(build_model("qwen2", tokenizer, seed=1).cuda(), tokenizer, "e", Interaction(0.3)), prompts).ids)
+
+
+@torch.no_grad()
+def test_rollouts_of_random_sizes_leave_memory_flat_and_count_nothing_after_the_end(tokenizer, prompts):
+    decoder = GroupDecoder(build_model("llama", tokenizer).cuda(), tokenizer, "e", Interaction(0.3), compiled=False)
+    generator = torch.Generator().manual_seed(0)
+    used = []
+    for trial in range(300):
+        B, G, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 6), (1, 9), (1, 40)))
+        out = sampled(decoder, prompts[:B], G, length, seed=trial, interact=bool(trial % 2))
+        eos = decoder.tables.is_eos[out.ids] & out.mask
+        assert (eos.sum(-1) == out.ended).all()
+        assert (out.lengths[out.ended] - 1 == eos.long().argmax(-1)[out.ended]).all()
+        used.append(torch.cuda.memory_allocated())
+    assert max(used[150:]) <= max(used[:150]) + 2**20
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(14, 2, 64), (12, 2, 128), (4, 4, 16), (9, 3, 64), (4, 1, 8)])
+@torch.no_grad()
+def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
+    from triton_kernels import decode_attention
+
+    torch.manual_seed(0)
+    S, G, P, L = 3, 4, 192, 160
+    n = S * G
+    q, k, v = (torch.randn(n, h, width, device="cuda") for h in (heads, key_heads, key_heads))
+    prompt, own = (torch.randn(2, rows, key_heads, length, width, device="cuda") for rows, length in ((S, P), (n, L)))
+    place = torch.arange(n, device="cuda").view(S, G)
+    slot, path = place.new_tensor([i // G for i in range(n)]), place.new_tensor([i % G for i in range(n)])
+    lengths, said = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
+    said[0] = 0
+    expected = attend(q, k, v, prompt, own.clone(), place, slot, path, lengths, said, width**-0.5)
+    done = torch.zeros(n, dtype=torch.bool, device="cuda")
+    done[5] = True
+    got = decode_attention(q, k, v, prompt, own, slot, lengths[slot], said, done, width**-0.5)
+    assert torch.allclose(got[~done], expected[~done], atol=1e-4)
+    assert not got[5].any()
+    rows = torch.arange(n, device="cuda")[~done]
+    assert torch.equal(own[0][rows, :, said[rows]], k[rows])
+    assert torch.equal(own[1][rows, :, said[rows]], v[rows])
+
+
+@torch.no_grad()
+def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
+    from triton_kernels import group_products
+
+    torch.manual_seed(0)
+    logits, real = torch.randn(20, 1408, device="cuda") * 3, torch.ones(1408, dtype=torch.bool, device="cuda")
+    real[5::7] = False
+    place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 20, 6, 5], [20, 20, 20, 20, 10]], device="cuda")
+    thinking = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]], device="cuda").bool()
+    products = group_products(logits, logits.amax(-1), real, place, thinking)
+    p = torch.nn.functional.pad(logits.masked_fill(~real, -torch.inf).softmax(-1), (0, 0, 0, 1))[place] * thinking[..., None]
+    size = products.diagonal(dim1=1, dim2=2).clamp(min=1e-30).rsqrt()
+    assert torch.allclose((products * size[:, :, None] * size[:, None])[:2], cosines(p)[:2], atol=1e-5)

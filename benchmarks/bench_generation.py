@@ -1,0 +1,211 @@
+"""Rollouts against their peers and against the memory floor, on one card and in one run.
+
+    python benchmarks/bench_generation.py [--model DIR --data FOLDER] [--peers false]
+
+Random weights at real sizes, prompts of 128 tokens, 256 new ones, temperature 1, bf16; the card's own copy and matrix rates give the floor.
+`--model` and `--data` (a folder with test.jsonl) add the evaluation of a real model. The tokenizer's first id is EOS and a draw of 0 picks the
+first id: that is how a row is made to end at a length given beforehand, without a change to the decoder.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+
+from common import ROOT, write_results
+
+sys.path.insert(0, str(ROOT))
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from data import encode_prompts, load_problems
+from generation import GroupDecoder, Interaction, rollout_uniforms
+from rewards import ANSWER_FORMATS
+from training import load_model, load_tokenizer
+
+P, T = 128, 256
+SHAPES = {
+    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+}
+VOCABULARY, REAL = 151936, 151665  # Qwen2.5's head, and the ids its tokenizer has
+
+
+def synthetic_tokenizer():
+    vocabulary = {"<eos>": 0} | {f"t{i}": i for i in range(1, REAL)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")), eos_token="<eos>", pad_token="<eos>")
+
+
+def build(shape):
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[shape], vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=0, pad_token_id=0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def clock(function, repeat=3):
+    """Median seconds of `repeat` warm calls."""
+    seconds = []
+    for _ in range(repeat):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def card_rates():
+    """Bytes a second of a copy (read and written both counted) and bf16 operations a second of a matrix product."""
+    source, size = torch.empty(2**31, dtype=torch.uint8, device="cuda"), 8192
+    target, a = torch.empty_like(source), torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    target.copy_(source), a @ a
+    copy = 2 * source.numel() / clock(lambda: [target.copy_(source) for _ in range(10)]) * 10
+    matrix = 2 * size**3 / clock(lambda: [a @ a for _ in range(10)]) * 10
+    return copy, matrix
+
+
+def floor_seconds(model, rows, rates):
+    """The least a decode step can take: weights, the cache at its final length and one pass of float32 logits, plus the arithmetic."""
+    config, parameters = model.config, sum(p.numel() for p in model.parameters())
+    cache = rows * (P + T) * config.num_hidden_layers * 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 2
+    return (2 * parameters + cache + rows * VOCABULARY * 4) / rates[0] + 2 * parameters * rows / rates[1]
+
+
+def rollout_case(name, decoder, prompts, G, rates, peers, emit):
+    rows = prompts * G
+    generator = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(1, REAL, (prompts, P), generator=generator), torch.ones(prompts, P, dtype=torch.bool)
+    uniforms = rollout_uniforms(0, 0, 0, rows, T).clamp(min=1e-3)
+    floor = floor_seconds(decoder.model, rows, rates)
+    emit(name, "floor_ms_per_step", 1e3 * floor, "ms")
+    for suffix, interact in (("", False), ("_m3po", True)):
+        started = time.perf_counter()
+        decoder.rollout(ids, mask, G, T, uniforms, interact=interact)
+        torch.cuda.synchronize()
+        first = time.perf_counter() - started
+        torch.cuda.reset_peak_memory_stats()
+        seconds = clock(lambda: decoder.rollout(ids, mask, G, T, uniforms, interact=interact), 5)  # noqa: B023
+        prefill = clock(lambda: decoder.rollout(ids, mask, G, 1, uniforms[:, :1], interact=interact))  # noqa: B023
+        step = (seconds - prefill) / (T - 1)
+        emit(name, f"first_call_extra_seconds{suffix}", first - seconds, "s")
+        emit(name, f"tokens_per_s{suffix}", rows * T / seconds, "tokens/s")
+        emit(name, f"ms_per_step{suffix}", 1e3 * step, "ms")
+        emit(name, f"step_over_floor{suffix}", step / floor, "")
+        emit(name, f"prefill_ms{suffix}", 1e3 * prefill, "ms")
+        emit(name, f"peak_gib{suffix}", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    if peers:
+        peers_case(name, decoder.model, ids, G, emit)
+
+
+def peers_case(name, model, ids, G, emit):
+    repeated = ids.cuda().repeat_interleave(G, 0)
+
+    def generate(length):
+        settings = dict(max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
+        return model.generate(repeated, attention_mask=torch.ones_like(repeated), **settings)
+
+    generate(8)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = clock(lambda: generate(T), 1)
+    emit(name, "generate_tokens_per_s", len(repeated) * T / seconds, "tokens/s")
+    emit(name, "generate_peak_gib", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    config = GenerationConfig(max_new_tokens=T, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=-1, pad_token_id=0)
+    requests = repeated.tolist()
+    seconds = clock(lambda: model.generate_batch(inputs=requests, generation_config=config), 1)
+    emit(name, "continuous_batching_tokens_per_s", len(repeated) * T / seconds, "tokens/s")
+
+
+def lengths_case(name, decoder, prompts, G, emit):
+    """Rows that end like GSM8K's completions: log-normal lengths of mean 130 and 95th percentile 300, cut at 400."""
+    rows, limit = prompts * G, 400
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.exp(4.670 + 0.628 * torch.randn(rows, generator=generator)).round().clamp(1, limit).long()
+    ids, mask = torch.randint(1, REAL, (prompts, P), generator=generator), torch.ones(prompts, P, dtype=torch.bool)
+    uniforms = rollout_uniforms(0, 0, 0, rows, limit).clamp(min=1e-3)
+    ending = uniforms.scatter(1, lengths[:, None] - 1, 0.0)
+    emit(name, "mean_length", float(lengths.float().mean()), "tokens")
+    emit(name, "percentile_95_length", float(lengths.float().quantile(0.95)), "tokens")
+    for suffix, interact in (("", False), ("_m3po", True)):
+        out = decoder.rollout(ids, mask, G, limit, ending, interact=interact)
+        assert torch.equal(out.lengths.cpu(), lengths), "every row ends where it should"
+        seconds = clock(lambda: decoder.rollout(ids, mask, G, limit, ending, interact=interact), 5)  # noqa: B023
+        same = clock(lambda: decoder.rollout(ids, mask, G, 130, uniforms[:, :130], interact=interact), 5)  # noqa: B023
+        emit(name, f"useful_tokens_per_s{suffix}", int(lengths.sum()) / seconds, "tokens/s")
+        emit(name, f"useful_share{suffix}", int(lengths.sum()) / seconds / (rows * 130 / same), "")
+
+
+def gsm8k_case(name, folder, data, emit):
+    tokenizer, xml = load_tokenizer(folder), ANSWER_FORMATS["xml"]
+    model = load_model(folder, tokenizer, torch.bfloat16, torch.device("cuda")).eval()
+    asked, _ = encode_prompts(load_problems(data, "test"), tokenizer, xml.system_prompt, 512)
+    decoder = GroupDecoder(model, tokenizer)
+    prompts = [p.ids for p in asked]
+    started = time.perf_counter()
+    decoder.complete(prompts[:600], 300)
+    first = time.perf_counter() - started
+    answers = []
+    torch.cuda.reset_peak_memory_stats()
+    seconds = clock(lambda: answers.append(decoder.complete(prompts, 300)), 2)
+    emit(name, "questions", len(prompts), "questions")
+    emit(name, "seconds", seconds, "s")
+    emit(name, "tokens_per_s", sum(len(pairs[0][0]) for pairs in answers[0]) / seconds, "tokens/s")
+    emit(name, "setup_seconds", decoder.setup_seconds, "s")
+    emit(name, "first_600_questions_seconds", first, "s")
+    emit(name, "peak_gib", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    plain = GroupDecoder(model, tokenizer, fast=False)
+    some = prompts[::10]
+    agreement(name, decoder, plain, some, emit)
+
+
+@torch.no_grad()
+def agreement(name, fast, plain, prompts, emit):
+    """Greedy tokens of the fast path against the plain one's, up to the first that differs; how near a tie that was, by the plain path's log-probs."""
+    ours, theirs = (d.complete(prompts, 300) for d in (fast, plain))
+    same, total, gaps = 0, 0, []
+    for prompt, [(a, _)], [(b, _)] in zip(prompts, ours, theirs, strict=True):
+        k = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
+        same, total = same + (len(b) if k is None else k), total + (len(b) if k is None else k + 1)
+        if k is not None:
+            logp = plain.model(torch.tensor([prompt + b[:k]], device="cuda")).logits[0, -1].float().log_softmax(-1)
+            gaps.append(float((logp[b[k]] - logp[a[k]]).abs()))
+    emit(name, "greedy_agreement_with_plain", same / total, "")
+    emit(name, "divergences", len(gaps), f"of {len(prompts)}")
+    emit(name, "largest_gap_at_divergence", max(gaps, default=0.0), "nats")
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--data")
+    parser.add_argument("--peers", default="true", choices=["true", "false"])
+    parser.add_argument("--compiled", default="true", choices=["true", "false"])
+    args = parser.parse_args()
+    rows = []
+
+    def emit(case, metric, value, unit):
+        rows.append((case, metric, round(value, 4) if isinstance(value, float) else value, unit))
+        print(*rows[-1], flush=True)
+
+    rates = card_rates()
+    emit("card", "copy_rate", rates[0] / 1e12, "TB/s")
+    emit("card", "matrix_rate", rates[1] / 1e12, "TFLOP/s")
+    for shape, prompts, name in (("1.5b", 8, "1.5b-8x8"), ("0.5b", 64, "0.5b-64x8")):
+        gc.collect()
+        torch.cuda.empty_cache()
+        decoder = GroupDecoder(build(shape), synthetic_tokenizer(), "</reasoning>", Interaction(0.1, 0.1), compiled=args.compiled == "true")
+        rollout_case(name, decoder, prompts, 8, rates, args.peers == "true", emit)
+        if shape == "0.5b":
+            lengths_case(f"{name}-lengths", decoder, prompts, 8, emit)
+        emit(name, "setup_seconds", decoder.setup_seconds, "s")
+        del decoder
+    if args.model:
+        gsm8k_case("gsm8k-test", args.model, args.data, emit)
+    write_results("bench_generation", rows)
+
+
+if __name__ == "__main__":
+    main()
