@@ -50,31 +50,42 @@ def rotate(x, cos, sin):
     return x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
 
 
-def before_attention(x, cos, sin, w: Layer, shape: Shape):
-    """(M, E) -> queries (M, H, D), keys and values (M, K, D)."""
+def into_attention(x, change, w: Layer, shape: Shape):
+    """The residual stream (M, E) and what the layer before adds to it -> their sum, queries (M, H, D), keys and values (M, K, D), not yet rotated."""
+    x = add(x, change)
     projected = F.linear(rms_norm(x, w.norm_in, shape.eps), w.qkv, w.qkv_bias).view(x.shape[0], -1, shape.head_dim)
     q, k, v = projected.split([shape.heads, shape.key_heads, shape.key_heads], dim=1)
     if w.q_norm is not None:
         q, k = rms_norm(q, w.q_norm, shape.eps), rms_norm(k, w.k_norm, shape.eps)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    return x, q, k, v
 
 
-def after_attention(x, attended, w: Layer, shape: Shape):
-    """(M, E) and what attention gave (M, H*D) -> (M, E)."""
-    x = x + F.linear(attended, w.o, w.o_bias)
+def out_of_attention(x, attended, w: Layer, shape: Shape):
+    """(M, E) and what attention gave (M, H*D) -> the residual stream, and what the MLP adds to it."""
+    x = add(x, F.linear(attended, w.o, w.o_bias))
     gate, up = F.linear(rms_norm(x, w.norm_mid, shape.eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
-    return x + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+    return x, F.linear(F.silu(gate) * up, w.down, w.down_bias)
 
 
-def attend(q, k, v, prompt, own, place, slot, path, prompt_len, own_len, scale):
-    """One new token a row over its prompt and what it has said, in plain torch: q (n, H, D), k and v (n, K, D) -> (n, H*D).
+def add(x, change):
+    """In float32, which rounds once as the sum in x's own type does; the compiler then joins it to the norm that follows, not to the product before."""
+    return (x.float() + change.float()).to(x.dtype)
+
+
+def head_input(x, change, weight, eps):
+    return rms_norm(add(x, change), weight, eps)
+
+
+def attend(q, k, v, cos, sin, prompt, own, place, slot, path, prompt_len, own_len, scale):
+    """One new token a row over its prompt and what it has said, in plain torch: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D), prompt_len (S,); own (2, R, K, T, D); place (S, G) says which row is path g of slot s (n: none). The G paths of a
     slot are folded into the queries of its keys, and so are the H / K heads that share a key head: keys are read once and never copied.
     """
     n, H, D = q.shape
     S, G = place.shape
-    K, rows = k.shape[1], torch.arange(n, device=q.device)
+    K, rows, positions = k.shape[1], torch.arange(n, device=q.device), prompt_len[slot] + own_len
+    q, k = (rotate(x, cos[positions], sin[positions]) for x in (q, k))
     own[0][rows, :, own_len], own[1][rows, :, own_len] = k, v
     said, seen = int(own_len.max()) + 1, max(int(prompt_len.max()), 1)
     (prompt_k, prompt_v), (own_k, own_v) = prompt[:, :S, :, :seen], own[:, :n, :, :said]
@@ -120,10 +131,8 @@ class FastBackbone:
         attention = body.layers[0].self_attn
         self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)
         self.scale, self.embedding = attention.scaling, body.embed_tokens
-        self.cuda = model.device.type == "cuda"
-        self.before, self.after, self.head = (
-            torch.compile(f) if compiled else f for f in (before_attention, after_attention, head_input)
-        )  # fmt: skip
+        self.on_cuda = model.device.type == "cuda"
+        self.into, self.out_of, self.head = (torch.compile(f) if compiled else f for f in (into_attention, out_of_attention, head_input))
         self.pairs = []  # (parameter, the view it must be)
         self.layers = [self._layer(layer) for layer in body.layers]
         self.norm = self._keep(body.norm)
@@ -202,48 +211,44 @@ class FastBackbone:
         self.slot_len[slots] = lengths
         x = self.embed(ids.flatten())
         cos, sin = self.cos[:P].repeat(m, 1), self.sin[:P].repeat(m, 1)
-        vary(x, cos, sin)
+        change = torch.zeros_like(x)
         for w, prompt in zip(self.layers, self.prompt, strict=True):
-            q, k, v = (t.view(m, P, -1, D).transpose(1, 2) for t in self.before(x, cos, sin, w, self.shape))
+            x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
+            q, k, v = (t.view(m, P, -1, D).transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
             prompt[0, slots, :, :P], prompt[1, slots, :, :P] = k, v
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=K != H)
-            x = self.after(x, vary(attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape)
-            vary(x)
-        last = x.view(m, P, -1)[torch.arange(m, device=device), lengths - 1]
-        made = self.head(vary(last), self.norm, self.shape) @ self.head_weight.T
+            x, change = self.out_of(*self.vary(x, attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape)
+        last = torch.arange(m, device=device) * P + lengths - 1
+        made = self.head(*self.vary(x[last], change[last]), self.norm, self.shape.eps) @ self.head_weight.T
         logits[rows] = made.repeat_interleave(repeat, 0)
 
     def decode(self, x, rows, logits, place):
         """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
-        own_len = (rows.t - 1).clamp(min=0)
-        positions = rows.prompt_len + own_len
-        cos, sin = self.cos[positions], self.sin[positions]
-        vary(x, cos, sin)
+        own_len, change = (rows.t - 1).clamp(min=0), torch.zeros_like(x)
         for w, prompt, own in zip(self.layers, self.prompt, self.own, strict=True):
-            q, k, v = self.before(x, cos, sin, w, self.shape)
-            if self.cuda:
-                attended = decode_attention(q, k, v, prompt, own, rows.slot, rows.prompt_len, own_len, rows.done, self.scale)
+            x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
+            if self.on_cuda:
+                attended = decode_attention(q, k, v, self.cos, self.sin, prompt, own, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.scale)
             else:
-                attended = attend(q, k, v, prompt, own, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
-            x = vary(self.after(x, vary(attended), w, self.shape))
-        torch.mm(self.head(x, self.norm, self.shape), self.head_weight.T, out=logits)
+                attended = attend(q, k, v, self.cos, self.sin, prompt, own, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
+            x, change = self.out_of(*self.vary(x, attended), w, self.shape)
+        torch.mm(self.head(*self.vary(x, change), self.norm, self.shape.eps), self.head_weight.T, out=logits)
+
+    def vary(self, *tensors):
+        return vary(*tensors) if self.compiled else tensors
 
     def keep(self, order, longest):
-        """Rows `order` become the first ones."""
-        for layer in self.own:
+        """Rows `order` become the first ones. On CUDA nothing moves: the kernel looks up where a row's keys are."""
+        for layer in self.own if not self.on_cuda else ():
             for side in layer:
                 side[: len(order), :, :longest] = side[order, :, :longest]
-
-
-def head_input(x, weight, shape):
-    return rms_norm(x, weight, shape.eps)
 
 
 def vary(*tensors):
     """Tell the compiler that the number of rows changes from call to call."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensors[0]
+    return tensors
 
 
 if torch.cuda.is_available():

@@ -270,6 +270,7 @@ class Rows(NamedTuple):
     prompt_len: torch.Tensor  # (R,)
     slot: torch.Tensor  # (R,) of its prompt, which is its group
     path: torch.Tensor  # (R,) its number within the group
+    home: torch.Tensor  # (R,) where its keys are kept
     logits: torch.Tensor  # (R, W)
 
     def first(self, n):
@@ -507,6 +508,8 @@ class GroupDecoder:
 
     def _place(self, lanes):
         """Where the paths of each group are; the number of rows where one has gone."""
+        if not self.grouped:
+            return
         place = torch.full(self.place.shape, len(lanes))
         for r, lane in enumerate(lanes):
             if lane is not None:
@@ -526,13 +529,14 @@ class GroupDecoder:
         longest, total = max(map(len, prompts)), len(prompts) * samples
         self.batch = min(max_rows or self._default_rows(longest + limit), total) // samples * samples or samples
         slots = self.batch // samples * (1 if samples == 1 or self.batch == total else 2)
-        grouped = how.interacts or not self.captures  # captured steps need the groups' places for the interaction only
+        self.grouped = grouped = how.interacts or not self.captures  # captured steps need the groups' places for the interaction only
         needed = (self._size(self.batch), slots, -(-longest // 64) * 64, limit, slots if grouped else 1, samples if grouped else 1)
         if any(have < need for have, need in zip(self.reserved, needed, strict=True)):
             self._reserve(tuple(map(max, self.reserved, needed)))
         self.place, self.mix = self.all_places, self.all_mix
         if not self.captures:
             self.place, self.mix = self.place[:slots, :samples], self.mix[:slots, :, :samples, :samples]
+        torch.arange(len(self.rows.home), out=self.rows.home)
         for tensor, value in ((self.rows.done, True), (self.rows.t, 0), (self.temperature, temperature), (self.limit, limit), (self.clock, 0), (self.mix, 0)):
             tensor.fill_(value)
         if self.captures and how not in self.graphs:
@@ -568,7 +572,7 @@ class GroupDecoder:
         self.graphs, self.rows = {}, None
         device, W = self.device, self.backbone.width
         kinds = dict(ids=torch.long, logp=torch.float32, thinking=torch.bool, input_change=torch.float32, uniforms=torch.float32, t=torch.long,
-                     state=torch.long, ended=torch.bool, done=torch.bool, prompt_len=torch.long, slot=torch.long, path=torch.long,
+                     state=torch.long, ended=torch.bool, done=torch.bool, prompt_len=torch.long, slot=torch.long, path=torch.long, home=torch.long,
                      logits=self.backbone.logit_dtype)  # fmt: skip
         widths = dict.fromkeys((*COLUMNS, "uniforms"), (T + 1,)) | {"logits": (W,)}
         self.rows = Rows(**{name: torch.zeros(R, *widths.get(name, ()), dtype=kind, device=device) for name, kind in kinds.items()})
