@@ -437,7 +437,6 @@ class GroupDecoder:
         slots = self._prepare(prompts, samples, limit, temperature, how, max_rows)
         total, rows = len(prompts) * samples, self.rows
         out = {name: getattr(rows, name).new_zeros(total, limit) for name in COLUMNS} | {"ended": rows.ended.new_zeros(total)}
-        out["ids"].fill_(self.tables.pad_id)
         lengths, left = rows.t.new_zeros(total), [samples] * len(prompts)
         order = range(len(prompts)) if how.interacts else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         waiting, lanes, done, step, end = deque(order), [], [], 0, 0
@@ -475,6 +474,9 @@ class GroupDecoder:
                 self._step(len(done), how, last=step == end)
             done = rows.done[: len(done)].tolist()  # device sync
         collect()
+        after = torch.arange(limit, device=self.device) >= lengths[:, None]  # what an earlier call left there
+        for name in COLUMNS:
+            out[name].masked_fill_(after, self.tables.pad_id if name == "ids" else 0)
         return out, lengths
 
     def _admit(self, prompts, samples, waiting, lanes, done, slots, uniforms):

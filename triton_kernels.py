@@ -113,7 +113,7 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
     tl.store(out_ptr + at, sums)
 
 
-def group_products(logits, top, real, place, thinking, parts=32, block=512, warps=4):
+def group_products(logits, top, real, place, thinking, parts=64, block=64, warps=1):
     """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of a group: logits (n, W), top (n,), place and thinking (B, G) -> (B, G, G).
 
     One pass over the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`, the largest

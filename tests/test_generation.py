@@ -297,3 +297,30 @@ def test_the_bytes_of_tokens_make_the_decoded_text(tokenizer):
     ids = tokenizer(text)["input_ids"]
     assert b"".join(pieces[i] for i in ids).decode() == text == tokenizer.decode(ids)
     assert pieces[tokenizer.eos_token_id] == b"", "special tokens are not part of a text"
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3])
+@torch.no_grad()
+def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, prompts, lam):
+    """And so is nothing else of the rollout before: columns, cache and states are those of a decoder just made."""
+    model, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
+    decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam))
+    before = sampled(decoder, prompts, length=40)
+    assert torch.equal(before.ids, sampled(decoder, prompts, length=40).ids)
+    for target, source in zip(model.parameters(), other.parameters(), strict=True):
+        target.copy_(source)
+    after, fresh = sampled(decoder, prompts), sampled(GroupDecoder(other, tokenizer, "e", Interaction(lam)), prompts)
+    assert not torch.equal(before.ids[:, :8], after.ids[:, :8])
+    for name in ("ids", "logp", "mask", "thinking", "ended", *(("mix", "input_change") if lam else ())):
+        assert torch.equal(getattr(after, name), getattr(fresh, name)), name
+
+
+@torch.no_grad()
+def test_a_parameter_given_other_storage_is_taken_over(tokenizer, prompts):
+    """The fast path makes parameters views into storage of its own; `parameter.data = new` must not leave it with the old values."""
+    model, other = build_model("llama", tokenizer), build_model("llama", tokenizer, seed=1)
+    decoder = GroupDecoder(model, tokenizer)
+    sampled(decoder, prompts)
+    for target, source in zip(model.parameters(), other.parameters(), strict=True):
+        target.data = source.data.clone()
+    assert torch.equal(sampled(decoder, prompts).ids, sampled(GroupDecoder(other, tokenizer), prompts).ids)
