@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+FEW_ROWS = 128  # up to here kernels that are few beat kernels that are good at many rows
 LOGIT_BLOCK = 128  # the width of the head is padded to whole blocks, by which the sampler works
 
 
@@ -53,11 +54,14 @@ def rotate(x, cos, sin):
 def into_attention(x, change, w: Layer, shape: Shape):
     """The residual stream (M, E) and what the layer before adds to it -> their sum, queries (M, H, D), keys and values (M, K, D), not yet rotated."""
     x = add(x, change)
-    projected = F.linear(rms_norm(x, w.norm_in, shape.eps), w.qkv, w.qkv_bias).view(x.shape[0], -1, shape.head_dim)
-    q, k, v = projected.split([shape.heads, shape.key_heads, shape.key_heads], dim=1)
+    return x, *heads(F.linear(rms_norm(x, w.norm_in, shape.eps), w.qkv, w.qkv_bias), w, shape)
+
+
+def heads(projected, w: Layer, shape: Shape):
+    q, k, v = projected.view(projected.shape[0], -1, shape.head_dim).split([shape.heads, shape.key_heads, shape.key_heads], dim=1)
     if w.q_norm is not None:
         q, k = rms_norm(q, w.q_norm, shape.eps), rms_norm(k, w.k_norm, shape.eps)
-    return x, q, k, v
+    return q, k, v
 
 
 def out_of_attention(x, attended, w: Layer, shape: Shape):
@@ -65,6 +69,18 @@ def out_of_attention(x, attended, w: Layer, shape: Shape):
     x = add(x, F.linear(attended, w.o, w.o_bias))
     gate, up = F.linear(rms_norm(x, w.norm_mid, shape.eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
     return x, F.linear(F.silu(gate) * up, w.down, w.down_bias)
+
+
+def into_attention_of_few(x, change, w: Layer, shape: Shape):
+    """`into_attention` for few rows on CUDA."""
+    x, projected = normed_linear(x, change, w.norm_in, w.qkv, w.qkv_bias, shape.eps)
+    return x, *heads(projected, w, shape)
+
+
+def out_of_attention_of_few(x, attended, w: Layer, shape: Shape):
+    """`out_of_attention` for few rows on CUDA."""
+    x, inner = normed_linear(x, F.linear(attended, w.o, w.o_bias), w.norm_mid, w.gate_up, w.gate_up_bias, shape.eps, gated=True)
+    return x, F.linear(inner, w.down, w.down_bias)
 
 
 def add(x, change):
@@ -187,6 +203,7 @@ class FastBackbone:
         self.prompt = self.own = None  # free the old before the new is taken
         self.prompt = like.new_zeros(len(self.layers), 2, slots, K, prompt, D, requires_grad=False)
         self.own = like.new_zeros(len(self.layers), 2, rows, K, length, D, requires_grad=False)
+        self.counter = torch.zeros(rows * K, dtype=torch.int32, device=like.device)
         self.slot_len = torch.zeros(slots, dtype=torch.long, device=like.device)
         places = torch.arange(prompt + length, device=like.device)[None]
         self.cos, self.sin = (x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], places))
@@ -197,7 +214,7 @@ class FastBackbone:
         return (len(self.layers) * 2 * K * D * tokens + 2 * self.width) * self.head_weight.element_size()
 
     def embed(self, tokens):
-        return F.embedding(tokens, self.embedding.weight)
+        return self.embedding.weight[tokens]
 
     def prefill(self, prompts, slots, logits, rows, repeat):
         """Each prompt (a list of ids) once, its keys and values into its slot, its next-token logits into logits[rows], `repeat` rows a prompt."""
@@ -225,13 +242,16 @@ class FastBackbone:
     def decode(self, x, rows, logits, place):
         """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
         own_len, change = (rows.t - 1).clamp(min=0), torch.zeros_like(x)
+        few = self.on_cuda and len(x) <= FEW_ROWS
+        into, out_of = (into_attention_of_few, out_of_attention_of_few) if few else (self.into, self.out_of)
         for w, prompt, own in zip(self.layers, self.prompt, self.own, strict=True):
-            x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
+            x, q, k, v = into(*self.vary(x, change), w, self.shape)
             if self.on_cuda:
-                attended = decode_attention(q, k, v, self.cos, self.sin, prompt, own, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.scale)
+                where = (prompt, own, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter)
+                attended = decode_attention(q, k, v, self.cos, self.sin, *where, self.scale)
             else:
                 attended = attend(q, k, v, self.cos, self.sin, prompt, own, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
-            x, change = self.out_of(*self.vary(x, attended), w, self.shape)
+            x, change = out_of(*self.vary(x, attended), w, self.shape)
         torch.mm(self.head(*self.vary(x, change), self.norm, self.shape.eps), self.head_weight.T, out=logits)
 
     def vary(self, *tensors):
@@ -252,4 +272,4 @@ def vary(*tensors):
 
 
 if torch.cuda.is_available():
-    from triton_kernels import decode_attention
+    from triton_kernels import decode_attention, normed_linear

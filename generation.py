@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from data import pad_left
 from fast_path import LOGIT_BLOCK, FastBackbone, vary, why_not
-from m3po_module import blend, cosines, weights_from_similarity
+from m3po_module import blend, cosines, products, weights_from_similarity
 
 
 @dataclass(frozen=True)
@@ -305,12 +305,12 @@ def sample_step(rows, tables, temperature, limit, how):
     return tokens, thinking, top
 
 
-def mix_step(embeds, thinking, similarity, place, rows, mix, clock, temperature, lambda_blend):
+def mix_step(embeds, thinking, products, place, rows, mix, clock, temperature, lambda_blend):
     """M3PO: the next inputs (n, E), each a blend of its own token's embedding with those of the thinking peers; records who heard whom.
 
-    similarity (B, G, G); place (B, G): the row of each path, n where it has none any more.
+    products (B, G, G) of what the paths are compared by; place (B, G): the row of each path, n where it has none any more.
     """
-    weights = weights_from_similarity(similarity, F.pad(thinking, (0, 1))[place], temperature)
+    weights = weights_from_similarity(cosines(products), F.pad(thinking, (0, 1))[place], temperature)
     inputs = blend(F.pad(embeds, (0, 0, 0, 1))[place], weights, lambda_blend)[rows.slot, rows.path]
     own = embeds.float()
     change = (inputs.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-9)
@@ -384,7 +384,7 @@ class GroupDecoder:
         self.model, self.tokenizer, self.interaction, self.device = model, tokenizer, interaction, model.device
         self.tables = token_tables(tokenizer, model, think_end)
         self.on_cuda, self.fast, self.compiled = model.device.type == "cuda", fast, compiled
-        self.check_every = 8 if self.on_cuda else 1  # steps between looks at who is done, a device sync
+        self.check_every = 4 if self.on_cuda else 1  # steps between looks at who is done
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 6, {}, 0.0
 
     @torch.no_grad()
@@ -439,7 +439,7 @@ class GroupDecoder:
         out = {name: getattr(rows, name).new_zeros(total, limit) for name in COLUMNS} | {"ended": rows.ended.new_zeros(total)}
         lengths, left = rows.t.new_zeros(total), [samples] * len(prompts)
         order = range(len(prompts)) if how.interacts else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        waiting, lanes, done, step, end = deque(order), [], [], 0, 0
+        waiting, lanes, done, asked, step, end = deque(order), [], [], deque(), 0, 0
 
         def collect():
             """Carry what the done rows have said into `out`; nobody's rows they are then."""
@@ -462,22 +462,36 @@ class GroupDecoder:
                 if all(done):
                     n = self._size(min(self.batch, len(waiting) * samples))
                     lanes, done = [None] * n, [True] * n
+                asked.clear()
                 if self._admit(prompts, samples, waiting, lanes, done, slots, uniforms):
                     end = step + limit
             elif not waiting and (smaller := self._size(len(done) - free)) < len(done):
                 collect()
+                asked.clear()
                 keep = sorted(range(len(done)), key=lambda r: done[r])[:smaller]
                 lanes, done = [lanes[r] for r in keep], [done[r] for r in keep]
                 self._shrink(keep, lanes, min(step, limit))
             for _ in range(min(self.check_every, end - step)):
                 step += 1
                 self._step(len(done), how, last=step == end)
-            done = rows.done[: len(done)].tolist()  # device sync
+            asked.append(self._ask(len(done)))
+            while len(asked) > (self.on_cuda and step < end):  # on CUDA one answer late: the device never waits for the host
+                done = asked.popleft()()
         collect()
         after = torch.arange(limit, device=self.device) >= lengths[:, None]  # what an earlier call left there
         for name in COLUMNS:
             out[name].masked_fill_(after, self.tables.pad_id if name == "ids" else 0)
         return out, lengths
+
+    def _ask(self, n):
+        """Which of n rows are done by now: returns a function that waits for the answer."""
+        if not self.on_cuda:
+            answer = self.rows.done[:n].tolist()
+            return lambda: answer
+        flags, event = torch.empty(n, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        flags.copy_(self.rows.done[:n], non_blocking=True)
+        event.record()
+        return lambda: (event.synchronize(), flags.tolist())[1]  # device sync
 
     def _admit(self, prompts, samples, waiting, lanes, done, slots, uniforms):
         """Let waiting prompts into rows that are free, as far as there are prompt slots; returns how many."""
@@ -613,25 +627,23 @@ class GroupDecoder:
             return
         inputs = self.backbone.embed(tokens)
         if how.interacts:
-            similarity = self._similarity(rows.logits, top, inputs, thinking)
+            alike = self._products(rows.logits, top, inputs, thinking)
             if self.compiled:
                 vary(inputs, thinking)
             inputs = self.mix_inputs(
-                inputs, thinking, similarity, self.place, rows, self.mix, self.clock, self.interaction.temperature, self.interaction.lambda_blend
+                inputs, thinking, alike, self.place, rows, self.mix, self.clock, self.interaction.temperature, self.interaction.lambda_blend
             )
         self.backbone.decode(inputs, rows, rows.logits, self.place)
 
-    def _similarity(self, logits, top, embeds, thinking):
-        """How alike the paths of each group are, (B, G, G); what rows that do not think are given is of no account."""
+    def _products(self, logits, top, embeds, thinking):
+        """Inner products (B, G, G) of what the paths of a group are compared by; those of paths that do not think are of no account."""
         kind = self.interaction.similarity
-        if kind == "mean":
+        if kind == "mean":  # all alike
             return torch.ones(*self.place.shape, self.place.shape[1], device=self.device)
         if kind == "distribution" and self.on_cuda:
-            products = group_products(logits, top, self.tables.real, self.place, F.pad(thinking, (0, 1))[self.place])
-            size = products.diagonal(dim1=1, dim2=2).clamp(min=1e-30).rsqrt()
-            return products * size[:, :, None] * size[:, None, :]
-        features = embeds if kind == "embedding" else (_scores(logits, 1.0, self.tables.real) - top[:, None]).exp()
-        return cosines(F.pad(features, (0, 0, 0, 1))[self.place])
+            return group_products(logits, top, self.tables.real, self.place, thinking)
+        features = embeds if kind == "embedding" else (_scores(logits, 1.0, self.tables.real) - top[:, None]).exp()  # a cosine does not see the scale
+        return products(F.pad(features, (0, 0, 0, 1))[self.place])
 
 
 COLUMNS = ("ids", "logp", "thinking", "input_change")

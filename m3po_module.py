@@ -10,15 +10,19 @@ no contribution, is what is built: a left-out pair has weight 0.
 """
 
 import torch
-import torch.nn.functional as F
 
 SIMILARITIES = ("distribution", "embedding", "mean")
 
 
-def cosines(features):
-    """Cosine similarity of the paths of a group in float32: (B, G, F) -> (B, G, G)."""
-    unit = F.normalize(features.float(), dim=-1)
-    return unit @ unit.mT
+def products(features):
+    """Inner products of the paths of a group in float32: (B, G, F) -> (B, G, G)."""
+    return features.float() @ features.float().mT
+
+
+def cosines(products):
+    """Cosine similarities from inner products, both (B, G, G)."""
+    size = products.diagonal(dim1=1, dim2=2).clamp(min=1e-24).rsqrt()
+    return products * size[:, :, None] * size[:, None, :]
 
 
 def weights_from_similarity(similarity, thinking, temperature):
@@ -35,7 +39,7 @@ def cross_path_weights(features, thinking, temperature):
     A row sums to 1, or to 0 where its path does not think or no other path does. The diagonal is 0.
     """
     assert features.shape[:2] == thinking.shape, "features (B, G, F) and thinking (B, G) must agree"
-    return weights_from_similarity(cosines(features), thinking, temperature)
+    return weights_from_similarity(cosines(products(features)), thinking, temperature)
 
 
 def blend(embeds, weights, lambda_blend):

@@ -1,4 +1,5 @@
-"""Two Triton kernels of the decode step on CUDA. Each has its plain torch twin: `attend` in fast_path.py, `cosines` in m3po_module.py.
+"""Three Triton kernels of the decode step on CUDA. Each has its twin in plain torch: `attend`, `into_attention` and `out_of_attention` in
+fast_path.py, `products` in m3po_module.py.
 
 Letters as in generation.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
@@ -11,12 +12,12 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _attend_to(q, top, total, acc, keys, values, count, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Online softmax (FlashAttention) of the queries of one key head over `count` keys that lie one after another."""
+def _attend_to(q, top, total, acc, keys, values, first, last, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Online softmax (FlashAttention) of the queries of one key head over keys `first` to `last` that lie one after another."""
     column = tl.arange(0, WIDTH)
-    for start in range(0, count, BLOCK):
+    for start in range(first, last, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        inside = place < count
+        inside = place < last
         at = place[:, None] * D + column[None, :]
         there = inside[:, None] & (column[None, :] < D)
         key = tl.load(keys + at, mask=there, other=0.0)
@@ -39,15 +40,16 @@ def _rotated(ptr, at, partner, cos, sin, real):
 
 @triton.jit
 def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr, sin_ptr, prompt_k, prompt_v, own_k, own_v, slot, home, prompt_len, own_len,
-                      done, out_ptr, scale, P, T, HEADS: tl.constexpr, K: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+                      done, out_ptr, part_acc, part_sum, counter, scale, P, T, HEADS: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query, column = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
     wide = column < D
     real = (query[:, None] < HEADS) & wide[None, :]
     out = (row * K + head) * HEADS * D + query[:, None] * D + column[None, :]
     if tl.load(done + row):
-        tl.store(out_ptr + out, tl.zeros((QUERIES, WIDTH), out_ptr.dtype.element_ty), mask=real)
+        if part == 0:
+            tl.store(out_ptr + out, tl.zeros((QUERIES, WIDTH), out_ptr.dtype.element_ty), mask=real)
         return
     own, seen = tl.load(own_len + row), tl.load(prompt_len + row)
     own_base = (tl.load(home + row) * K + head) * T * D
@@ -59,36 +61,117 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
     kind = own_k.dtype.element_ty
     q_row = row * q_stride + head * HEADS * D + query[:, None] * D
     q = (_rotated(q_ptr, q_row + column[None, :], q_row + partner[None, :], cos[None, :], sin[None, :], real).to(kind).to(tl.float32) * scale).to(kind)
-    k_row = row * k_stride + head * D
-    k = _rotated(k_ptr, k_row + column, k_row + partner, cos, sin, wide).to(kind)
-    v = tl.load(v_ptr + row * v_stride + head * D + column, mask=wide, other=0.0)
-    tl.store(own_k + own_base + own * D + column, k, mask=wide)
-    tl.store(own_v + own_base + own * D + column, v, mask=wide)
-    # the token itself opens the softmax: its key is in registers, not yet in the cache
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
-    total = tl.full((QUERIES,), 1.0, tl.float32)
-    acc = tl.zeros((QUERIES, WIDTH), tl.float32) + v.to(tl.float32)[None, :]
-    top, total, acc = _attend_to(q, top, total, acc, prompt_k + prompt_base, prompt_v + prompt_base, seen, D, WIDTH, BLOCK)
-    top, total, acc = _attend_to(q, top, total, acc, own_k + own_base, own_v + own_base, own, D, WIDTH, BLOCK)
+    top = tl.full((QUERIES,), -1e30, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, WIDTH), tl.float32)
+    if part == 0:  # the token itself opens the softmax: its key is in registers, not yet in the cache
+        k_row = row * k_stride + head * D
+        k = _rotated(k_ptr, k_row + column, k_row + partner, cos, sin, wide).to(kind)
+        v = tl.load(v_ptr + row * v_stride + head * D + column, mask=wide, other=0.0)
+        tl.store(own_k + own_base + own * D + column, k, mask=wide)
+        tl.store(own_v + own_base + own * D + column, v, mask=wide)
+        top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
+        total += 1.0
+        acc += v.to(tl.float32)[None, :]
+    share = tl.cdiv(tl.cdiv(seen + own, PARTS), BLOCK) * BLOCK
+    first, last = part * share, tl.minimum((part + 1) * share, seen + own)
+    top, total, acc = _attend_to(q, top, total, acc, prompt_k + prompt_base, prompt_v + prompt_base, first, tl.minimum(last, seen), D, WIDTH, BLOCK)
+    top, total, acc = _attend_to(q, top, total, acc, own_k + own_base, own_v + own_base, tl.maximum(first, seen) - seen, last - seen, D, WIDTH, BLOCK)
+    if PARTS > 1:  # the last part to finish joins them, always in the same order
+        unit = row * K + head
+        tl.store(part_sum + (unit * PARTS + part) * 2 * QUERIES + query, top)
+        tl.store(part_sum + ((unit * PARTS + part) * 2 + 1) * QUERIES + query, total)
+        tl.store(part_acc + ((unit * PARTS + part) * QUERIES + query[:, None]) * WIDTH + column[None, :], acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counter + unit, 1) < PARTS - 1:
+            return
+        tl.store(counter + unit, 0)
+        tl.debug_barrier()
+        top = tl.full((QUERIES,), -1e30, tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, WIDTH), tl.float32)
+        for other in range(PARTS):
+            its_top = tl.load(part_sum + (unit * PARTS + other) * 2 * QUERIES + query, cache_modifier=".cg")
+            its_total = tl.load(part_sum + ((unit * PARTS + other) * 2 + 1) * QUERIES + query, cache_modifier=".cg")
+            its_acc = tl.load(part_acc + ((unit * PARTS + other) * QUERIES + query[:, None]) * WIDTH + column[None, :], cache_modifier=".cg")
+            higher = tl.maximum(top, its_top)
+            mine, its = tl.exp2(top - higher), tl.exp2(its_top - higher)
+            acc = acc * mine[:, None] + its_acc * its[:, None]
+            total = total * mine + its_total * its
+            top = higher
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, scale, block=64, warps=4, stages=3):
+def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, block=None, warps=4, stages=3, parts=None):
     """One new token a row over its prompt and what it has said: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D) and own (2, R, K, T, D) are read at slot (n,) and home (n,), as far as prompt_len and own_len say; cos and sin are rotary
     tables. The token's own key and value are written to `own`. Keys are read once for the H / K query heads that share them; rows of one group
-    read the same prompt, which then comes from the cache of the card. A row that is done reads nothing.
+    read the same prompt, which then comes from the cache of the card. A row that is done reads nothing. Where rows are few, the keys of each
+    are cut into `parts` (FlashDecoding); `counter` (R * K,) int32 is zero, and is left so.
     """
     n, H, D = q.shape
     K = k.shape[1]
+    parts = parts or max(1, min(8, 264 // (n * K)))
+    queries, width = max(16, triton.next_power_of_2(H // K)), max(16, triton.next_power_of_2(D))
     out = torch.empty(n, H * D, dtype=q.dtype, device=q.device)
-    _decode_attention[(n, K)](
+    part_acc, part_sum = (torch.empty(n * K * parts, queries, size, device=q.device) for size in (width, 2))
+    _decode_attention[(n, K, parts)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home, prompt_len, own_len, done, out,
-        scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=max(16, triton.next_power_of_2(H // K)),
-        WIDTH=max(16, triton.next_power_of_2(D)), BLOCK=block, num_warps=warps, num_stages=stages,
+        part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width,
+        BLOCK=block or 64, PARTS=parts, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _normed_linear(x_ptr, change_ptr, norm_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, n, F, E, eps, BIAS: tl.constexpr, GATED: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    kind = x_ptr.dtype.element_ty
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    other = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, E, SPAN):
+        k = start + tl.arange(0, SPAN)
+        at, there = row[:, None] * E + k[None, :], (row[:, None] < n) & (k[None, :] < E)
+        total = (tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32) + tl.load(change_ptr + at, mask=there, other=0.0).to(tl.float32)).to(kind)
+        if tl.program_id(0) == 0:
+            tl.store(sum_ptr + at, total, mask=there)
+        squares += tl.sum(total.to(tl.float32) * total.to(tl.float32), 1)
+        scaled = (total.to(tl.float32) * tl.load(norm_ptr + k, mask=k < E, other=0.0).to(tl.float32)[None, :]).to(kind)
+        weight_at, weight_there = column[:, None] * E + k[None, :], (column[:, None] < F) & (k[None, :] < E)
+        weight = tl.load(weight_ptr + weight_at, mask=weight_there, other=0.0)
+        product = tl.dot(scaled, tl.trans(weight), product, input_precision="ieee")
+        if GATED:
+            weight = tl.load(weight_ptr + F * E + weight_at, mask=weight_there, other=0.0)
+            other = tl.dot(scaled, tl.trans(weight), other, input_precision="ieee")
+    size = tl.rsqrt(squares / E + eps)[:, None]  # the norm is a number a row: it may stand behind the product
+    product, other = product * size, other * size
+    if BIAS:
+        product += tl.load(bias_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            other += tl.load(bias_ptr + F + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        product = product * tl.sigmoid(product) * other
+    tl.store(out_ptr + row[:, None] * F + column[None, :], product.to(kind), mask=(row[:, None] < n) & (column[None, :] < F))
+
+
+def normed_linear(x, change, norm, weight, bias, eps, gated=False, columns=32, span=128, warps=4, stages=4):
+    """x + change, and its RMS norm times `weight`, in one kernel: (n, E), (n, E), (E,), (F, E) -> (n, E), (n, F).
+
+    `gated`: the weight is gate and up, one below the other, and the result silu(gate) * up, half as wide. For few rows, where the time is that of
+    reading the weight once and of starting kernels.
+    """
+    n, E = x.shape
+    F = weight.shape[0] // (2 if gated else 1)
+    total, out = torch.empty_like(x), torch.empty(n, F, dtype=x.dtype, device=x.device)
+    rows = max(16, min(64, triton.next_power_of_2(n)))
+    _normed_linear[(triton.cdiv(F, columns), triton.cdiv(n, rows))](
+        x, change, norm, weight, weight if bias is None else bias, total, out, n, F, E, eps, BIAS=bias is not None, GATED=gated, ROWS=rows, COLUMNS=columns,
+        SPAN=span, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return total, out
 
 
 @triton.jit
@@ -97,7 +180,8 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
     group, part = tl.program_id(0), tl.program_id(1)
     path = tl.arange(0, PATHS)
     row = tl.load(place + group * G + path, mask=path < G, other=0)
-    counts = (path < G) & (tl.load(thinking + group * G + path, mask=path < G, other=0) != 0) & (row < rows)
+    counts = (path < G) & (row < rows)
+    counts = counts & (tl.load(thinking + row, mask=counts, other=0) != 0)
     sums = tl.zeros((PATHS, PATHS), tl.float32)
     if tl.sum(counts.to(tl.int32)) > 1:
         highest = tl.load(top + row, mask=counts, other=0.0)
@@ -113,8 +197,8 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
     tl.store(out_ptr + at, sums)
 
 
-def group_products(logits, top, real, place, thinking, parts=64, block=64, warps=1):
-    """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of a group: logits (n, W), top (n,), place and thinking (B, G) -> (B, G, G).
+def group_products(logits, top, real, place, thinking, parts=128, block=32, warps=1):
+    """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of a group: logits (n, W), top and thinking (n,), place (B, G) -> (B, G, G).
 
     One pass over the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`, the largest
     logit of each row, may stand where log-sum-exp would.

@@ -5,9 +5,9 @@ import torch
 
 from conftest import build_model
 from data import pad_left
-from fast_path import attend
+from fast_path import attend, rms_norm
 from generation import GroupDecoder, Interaction, rollout_uniforms
-from m3po_module import cosines
+from m3po_module import cosines, products
 from training import Scorer, refresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -114,9 +114,12 @@ def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
     done[5] = True
     home = torch.arange(n, device="cuda").flip(0)
     own = own[:, home].contiguous()
-    got = decode_attention(q, k, v, cos, sin, prompt, own, slot, home, lengths[slot], said, done, width**-0.5)
-    assert torch.allclose(got[~done], expected[~done], atol=1e-4)
-    assert not got[5].any()
+    counter = torch.zeros(n * key_heads, dtype=torch.int32, device="cuda")
+    for parts in (1, 2, 8, None):
+        got = decode_attention(q, k, v, cos, sin, prompt, own, slot, home, lengths[slot], said, done, counter, width**-0.5, parts=parts)
+        assert torch.allclose(got[~done], expected[~done], atol=1e-4)
+        assert not got[5].any()
+        assert not counter.any()
     rows = torch.arange(n, device="cuda")[~done]
     assert torch.allclose(own[:, home[rows]], expected_own[:, rows], atol=1e-5)
 
@@ -130,7 +133,22 @@ def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     real[5::7] = False
     place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 20, 6, 5], [20, 20, 20, 20, 10]], device="cuda")
     thinking = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]], device="cuda").bool()
-    products = group_products(logits, logits.amax(-1), real, place, thinking)
+    got = cosines(group_products(logits, logits.amax(-1), real, place, torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1] + 9 * [1], device="cuda").bool()))
     p = torch.nn.functional.pad(logits.masked_fill(~real, -torch.inf).softmax(-1), (0, 0, 0, 1))[place] * thinking[..., None]
-    size = products.diagonal(dim1=1, dim2=2).clamp(min=1e-30).rsqrt()
-    assert torch.allclose((products * size[:, :, None] * size[:, None])[:2], cosines(p)[:2], atol=1e-5)
+    assert torch.allclose(got[:2], cosines(products(p))[:2], atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "width", "out", "bias"), [(5, 96, 80, True), (64, 896, 1152, True), (130, 256, 384, False)])
+@torch.no_grad()
+def test_the_kernel_that_norms_and_multiplies_equals_plain_torch(n, width, out, bias):
+    from triton_kernels import normed_linear
+
+    torch.manual_seed(0)
+    x, change, weight = torch.randn(n, width, device="cuda"), torch.randn(n, width, device="cuda"), torch.randn(2 * out, width, device="cuda")
+    norm, b = torch.rand(width, device="cuda") + 0.5, torch.randn(2 * out, device="cuda") if bias else None
+    total, made = normed_linear(x, change, norm, weight, b, 1e-6)
+    h = torch.nn.functional.linear(rms_norm(x + change, norm, 1e-6), weight, b)
+    assert torch.equal(total, x + change)
+    assert torch.allclose(made, h, atol=2e-3, rtol=1e-4)
+    gate, up = h.chunk(2, -1)
+    assert torch.allclose(normed_linear(x, change, norm, weight, b, 1e-6, gated=True)[1], torch.nn.functional.silu(gate) * up, atol=2e-2, rtol=1e-4)
