@@ -71,18 +71,6 @@ def out_of_attention(x, attended, w: Layer, shape: Shape):
     return x, F.linear(F.silu(gate) * up, w.down, w.down_bias)
 
 
-def into_attention_of_few(x, change, w: Layer, shape: Shape):
-    """`into_attention` for few rows on CUDA."""
-    x, projected = normed_linear(x, change, w.norm_in, w.qkv, w.qkv_bias, shape.eps)
-    return x, *heads(projected, w, shape)
-
-
-def out_of_attention_of_few(x, attended, w: Layer, shape: Shape):
-    """`out_of_attention` for few rows on CUDA."""
-    x, inner = normed_linear(x, F.linear(attended, w.o, w.o_bias), w.norm_mid, w.gate_up, w.gate_up_bias, shape.eps, gated=True)
-    return x, F.linear(inner, w.down, w.down_bias)
-
-
 def add(x, change):
     """In float32, which rounds once as the sum in x's own type does; the compiler then joins it to the norm that follows, not to the product before."""
     return (x.float() + change.float()).to(x.dtype)
@@ -203,7 +191,7 @@ class FastBackbone:
         self.prompt = self.own = None  # free the old before the new is taken
         self.prompt = like.new_zeros(len(self.layers), 2, slots, K, prompt, D, requires_grad=False)
         self.own = like.new_zeros(len(self.layers), 2, rows, K, length, D, requires_grad=False)
-        self.counter = torch.zeros(rows * K, dtype=torch.int32, device=like.device)
+        self.counter = torch.zeros(max(rows * K, 4096), dtype=torch.int32, device=like.device)
         self.slot_len = torch.zeros(slots, dtype=torch.long, device=like.device)
         places = torch.arange(prompt + length, device=like.device)[None]
         self.cos, self.sin = (x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], places))
@@ -241,18 +229,34 @@ class FastBackbone:
 
     def decode(self, x, rows, logits, place):
         """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
-        own_len, change = (rows.t - 1).clamp(min=0), torch.zeros_like(x)
-        few = self.on_cuda and len(x) <= FEW_ROWS
-        into, out_of = (into_attention_of_few, out_of_attention_of_few) if few else (self.into, self.out_of)
-        for w, prompt, own in zip(self.layers, self.prompt, self.own, strict=True):
-            x, q, k, v = into(*self.vary(x, change), w, self.shape)
-            if self.on_cuda:
-                where = (prompt, own, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter)
-                attended = decode_attention(q, k, v, self.cos, self.sin, *where, self.scale)
-            else:
-                attended = attend(q, k, v, self.cos, self.sin, prompt, own, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
-            x, change = out_of(*self.vary(x, attended), w, self.shape)
-        torch.mm(self.head(*self.vary(x, change), self.norm, self.shape.eps), self.head_weight.T, out=logits)
+        own_len = (rows.t - 1).clamp(min=0)
+        if self.on_cuda and len(x) <= FEW_ROWS:
+            last = self._decode_few(x, rows, own_len)
+        else:
+            change = torch.zeros_like(x)
+            for i, w in enumerate(self.layers):
+                x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
+                x, change = self.out_of(*self.vary(x, self._attend(i, q, k, v, rows, own_len, place)), w, self.shape)
+            last = self.head(*self.vary(x, change), self.norm, self.shape.eps)
+        torch.mm(last, self.head_weight.T, out=logits)
+
+    def _decode_few(self, x, rows, own_len):
+        """The same in five kernels a layer, where the time is that of reading each weight once and of starting kernels."""
+        eps, counter = self.shape.eps, self.counter
+        x = Normed(x, x * self.layers[0].norm_in, x.float().pow(2).sum(-1, keepdim=True))
+        for i, w in enumerate(self.layers):
+            q, k, v = heads(few_rows_linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
+            x = few_rows_linear(self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
+            inner = few_rows_linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
+            following = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
+            x = few_rows_linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=following)
+        return (x.scaled * torch.rsqrt(x.squares.sum(-1, keepdim=True) / x.x.shape[1] + eps)).to(x.x.dtype)
+
+    def _attend(self, i, q, k, v, rows, own_len, place=None):
+        tables, stored = (self.cos, self.sin), (self.prompt[i], self.own[i])
+        if self.on_cuda:
+            return decode_attention(q, k, v, *tables, *stored, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter, self.scale)
+        return attend(q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
 
     def vary(self, *tensors):
         return vary(*tensors) if self.compiled else tensors
@@ -272,4 +276,4 @@ def vary(*tensors):
 
 
 if torch.cuda.is_available():
-    from triton_kernels import decode_attention, normed_linear
+    from triton_kernels import Normed, decode_attention, few_rows_linear

@@ -1,8 +1,10 @@
 """Three Triton kernels of the decode step on CUDA. Each has its twin in plain torch: `attend`, `into_attention` and `out_of_attention` in
-fast_path.py, `products` in m3po_module.py.
+fast_path.py, `products` in m3po_module.py. Where a sum is cut into parts, the last part to finish adds them up, so that nothing depends on which.
 
 Letters as in generation.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -125,53 +127,92 @@ def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own
 
 
 @triton.jit
-def _normed_linear(x_ptr, change_ptr, norm_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, n, F, E, eps, BIAS: tl.constexpr, GATED: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    kind = x_ptr.dtype.element_ty
+def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, part_ptr, counter, n, F, E, eps,
+            NORMED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr,
+            COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, column = block * ROWS + tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)
+    kind = a_ptr.dtype.element_ty
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     other = tl.zeros((ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, E, SPAN):
+    share = tl.cdiv(tl.cdiv(E, PARTS), SPAN) * SPAN
+    for start in range(part * share, tl.minimum((part + 1) * share, E), SPAN):
         k = start + tl.arange(0, SPAN)
-        at, there = row[:, None] * E + k[None, :], (row[:, None] < n) & (k[None, :] < E)
-        total = (tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32) + tl.load(change_ptr + at, mask=there, other=0.0).to(tl.float32)).to(kind)
-        if tl.program_id(0) == 0:
-            tl.store(sum_ptr + at, total, mask=there)
-        squares += tl.sum(total.to(tl.float32) * total.to(tl.float32), 1)
-        scaled = (total.to(tl.float32) * tl.load(norm_ptr + k, mask=k < E, other=0.0).to(tl.float32)[None, :]).to(kind)
-        weight_at, weight_there = column[:, None] * E + k[None, :], (column[:, None] < F) & (k[None, :] < E)
-        weight = tl.load(weight_ptr + weight_at, mask=weight_there, other=0.0)
-        product = tl.dot(scaled, tl.trans(weight), product, input_precision="ieee")
+        a = tl.load(a_ptr + row[:, None] * E + k[None, :], mask=(row[:, None] < n) & (k[None, :] < E), other=0.0)
+        at, there = column[:, None] * E + k[None, :], (column[:, None] < F) & (k[None, :] < E)
+        weight = tl.load(weight_ptr + at, mask=there, other=0.0)
+        product = tl.dot(a, tl.trans(weight), product, input_precision="ieee")
         if GATED:
-            weight = tl.load(weight_ptr + F * E + weight_at, mask=weight_there, other=0.0)
-            other = tl.dot(scaled, tl.trans(weight), other, input_precision="ieee")
-    size = tl.rsqrt(squares / E + eps)[:, None]  # the norm is a number a row: it may stand behind the product
-    product, other = product * size, other * size
+            weight = tl.load(weight_ptr + F * E + at, mask=there, other=0.0)
+            other = tl.dot(a, tl.trans(weight), other, input_precision="ieee")
+    if PARTS > 1:  # the last part to finish adds them up, always in the same order
+        unit = block * tl.num_programs(0) + tile
+        inner = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.store(part_ptr + (unit * PARTS + part) * ROWS * COLUMNS + inner, product)
+        tl.debug_barrier()
+        if tl.atomic_add(counter + unit, 1) < PARTS - 1:
+            return
+        tl.store(counter + unit, 0)
+        tl.debug_barrier()
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for which in range(PARTS):
+            product += tl.load(part_ptr + (unit * PARTS + which) * ROWS * COLUMNS + inner, cache_modifier=".cg")
+    if NORMED:
+        which = tl.arange(0, SQUARES)[None, :]
+        squares = tl.load(squares_ptr + row[:, None] * tiles_of_squares + which, mask=(row[:, None] < n) & (which < tiles_of_squares), other=0.0)
+        size = tl.rsqrt(tl.sum(squares, 1) / E + eps)[:, None]
+        product, other = product * size, other * size
     if BIAS:
         product += tl.load(bias_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
         if GATED:
             other += tl.load(bias_ptr + F + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
     if GATED:
         product = product * tl.sigmoid(product) * other
-    tl.store(out_ptr + row[:, None] * F + column[None, :], product.to(kind), mask=(row[:, None] < n) & (column[None, :] < F))
+    at, there = row[:, None] * F + column[None, :], (row[:, None] < n) & (column[None, :] < F)
+    if RESIDUAL:
+        total = (tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32) + product.to(kind).to(tl.float32)).to(kind)
+        tl.store(out_ptr + at, total, mask=there)
+        wide = total.to(tl.float32)
+        tl.store(scaled_ptr + at, (wide * tl.load(norm_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]).to(kind), mask=there)
+        tl.store(new_squares_ptr + row * tl.num_programs(0) + tile, tl.sum(wide * wide, 1), mask=row < n)
+    else:
+        tl.store(out_ptr + at, product.to(kind), mask=there)
 
 
-def normed_linear(x, change, norm, weight, bias, eps, gated=False, columns=32, span=128, warps=4, stages=4):
-    """x + change, and its RMS norm times `weight`, in one kernel: (n, E), (n, E), (E,), (F, E) -> (n, E), (n, F).
+class Normed(NamedTuple):
+    """Rows x of the residual stream on their way through an RMS norm: times its weight, but not yet divided by the rows' own sizes."""
 
-    `gated`: the weight is gate and up, one below the other, and the result silu(gate) * up, half as wide. For few rows, where the time is that of
-    reading the weight once and of starting kernels.
+    x: torch.Tensor  # (n, E)
+    scaled: torch.Tensor  # (n, E)
+    squares: torch.Tensor  # (n, parts), sums of squares of x
+
+
+def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=None, eps=0.0, columns=None, span=128, parts=None, warps=4, stages=4):
+    """a @ weight.T + bias for few rows, with what stands before and behind it: a (n, E) or Normed, weight (F, E) -> (n, F), or Normed (n, F).
+
+    A norm divides each row by one number, which can stand behind the product. `gated`: the weight is gate and up, one below the other, and the
+    result silu(gate) * up, half as wide. `residual` (n, F): the result is added to it, and prepared for the norm of weight `norm` that follows.
+    Each weight is read once, and where its rows are few for the card their length is cut into `parts`; `counter` is int32, zero, and is left so.
     """
-    n, E = x.shape
+    normed = isinstance(a, Normed)
+    squares, a = (a.squares, a.scaled) if normed else (weight, a)
+    n, E = a.shape
     F = weight.shape[0] // (2 if gated else 1)
-    total, out = torch.empty_like(x), torch.empty(n, F, dtype=x.dtype, device=x.device)
     rows = max(16, min(64, triton.next_power_of_2(n)))
-    _normed_linear[(triton.cdiv(F, columns), triton.cdiv(n, rows))](
-        x, change, norm, weight, weight if bias is None else bias, total, out, n, F, E, eps, BIAS=bias is not None, GATED=gated, ROWS=rows, COLUMNS=columns,
-        SPAN=span, num_warps=warps, num_stages=stages,
+    columns = columns or (32 if gated else 16)
+    tiles, blocks = triton.cdiv(F, columns), triton.cdiv(n, rows)
+    parts = 1 if gated else parts or max(1, min(8, E // (2 * span), 528 // (tiles * blocks)))
+    out = torch.empty(n, F, dtype=a.dtype, device=a.device)
+    scaled = torch.empty_like(out) if residual is not None else out
+    new_squares = torch.empty(n, tiles if residual is not None else 1, device=a.device)
+    scratch = torch.empty(parts * tiles * blocks * rows * columns if parts > 1 else 1, device=a.device)
+    _linear[(tiles, blocks, parts)](
+        a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual, weight if norm is None else norm, out,
+        scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated, RESIDUAL=residual is not None,
+        SQUARES=triton.next_power_of_2(squares.shape[1]) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span, PARTS=parts, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
-    return total, out
+    return out if residual is None else Normed(out, scaled, new_squares)
 
 
 @triton.jit

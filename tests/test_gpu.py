@@ -138,17 +138,27 @@ def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     assert torch.allclose(got[:2], cosines(products(p))[:2], atol=1e-5)
 
 
-@pytest.mark.parametrize(("n", "width", "out", "bias"), [(5, 96, 80, True), (64, 896, 1152, True), (130, 256, 384, False)])
+@pytest.mark.parametrize(("n", "width", "out", "bias"), [(5, 96, 80, True), (64, 896, 1152, True), (100, 1024, 384, False)])
 @torch.no_grad()
-def test_the_kernel_that_norms_and_multiplies_equals_plain_torch(n, width, out, bias):
-    from triton_kernels import normed_linear
+def test_the_kernel_for_few_rows_equals_plain_torch_with_what_stands_before_and_behind_it(n, width, out, bias):
+    from triton_kernels import Normed, few_rows_linear
 
     torch.manual_seed(0)
-    x, change, weight = torch.randn(n, width, device="cuda"), torch.randn(n, width, device="cuda"), torch.randn(2 * out, width, device="cuda")
-    norm, b = torch.rand(width, device="cuda") + 0.5, torch.randn(2 * out, device="cuda") if bias else None
-    total, made = normed_linear(x, change, norm, weight, b, 1e-6)
-    h = torch.nn.functional.linear(rms_norm(x + change, norm, 1e-6), weight, b)
-    assert torch.equal(total, x + change)
-    assert torch.allclose(made, h, atol=2e-3, rtol=1e-4)
-    gate, up = h.chunk(2, -1)
-    assert torch.allclose(normed_linear(x, change, norm, weight, b, 1e-6, gated=True)[1], torch.nn.functional.silu(gate) * up, atol=2e-2, rtol=1e-4)
+    linear = torch.nn.functional.linear
+    x, residual, weight = torch.randn(n, width, device="cuda"), torch.randn(n, 2 * out, device="cuda"), torch.randn(2 * out, width, device="cuda") / width**0.5
+    norm, following = torch.rand(width, device="cuda") + 0.5, torch.rand(2 * out, device="cuda") + 0.5
+    b, counter = torch.randn(2 * out, device="cuda") if bias else None, torch.zeros(4096, dtype=torch.int32, device="cuda")
+    prepared = Normed(x, x * norm, x.pow(2).view(n, 2, -1).sum(-1))
+    plain, normed = linear(x, weight, b), linear(rms_norm(x, norm, 1e-6), weight, b)
+    for parts in (1, 2, None):
+        close = dict(atol=1e-4, rtol=1e-4)
+        assert torch.allclose(few_rows_linear(x, weight, b, counter, parts=parts), plain, **close)
+        assert torch.allclose(few_rows_linear(prepared, weight, b, counter, eps=1e-6, parts=parts), normed, **close)
+        added = few_rows_linear(x, weight, b, counter, residual=residual, norm=following, parts=parts)
+        assert torch.allclose(added.x, residual + plain, **close)
+        assert torch.allclose(added.scaled, (residual + plain) * following, **close)
+        assert torch.allclose(added.squares.sum(-1), (residual + plain).pow(2).sum(-1), rtol=1e-4)
+        assert not counter.any()
+    gate, up = normed.chunk(2, -1)
+    gated = few_rows_linear(prepared, weight, b, counter, gated=True, eps=1e-6)
+    assert torch.allclose(gated, torch.nn.functional.silu(gate) * up, atol=1e-4, rtol=1e-4)
