@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-FEW_ROWS = 128  # up to here kernels that are few beat kernels that are good at many rows
+FEW = 2**16  # numbers in the residual stream up to which few kernels beat kernels that are good at many rows
 LOGIT_BLOCK = 128  # the width of the head is padded to whole blocks, by which the sampler works
 
 
@@ -69,6 +69,15 @@ def out_of_attention(x, attended, w: Layer, shape: Shape):
     x = add(x, F.linear(attended, w.o, w.o_bias))
     gate, up = F.linear(rms_norm(x, w.norm_mid, shape.eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
     return x, F.linear(F.silu(gate) * up, w.down, w.down_bias)
+
+
+def enter_norm(x, weight):
+    """x (M, E) as `Normed` has it: times the norm's weight, and the sums of its squares (M, 1)."""
+    return x * weight, x.float().pow(2).sum(-1, keepdim=True)
+
+
+def leave_norm(scaled, squares, eps):
+    return (scaled * torch.rsqrt(squares.sum(-1, keepdim=True) / scaled.shape[1] + eps)).to(scaled.dtype)
 
 
 def add(x, change):
@@ -136,7 +145,8 @@ class FastBackbone:
         self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)
         self.scale, self.embedding = attention.scaling, body.embed_tokens
         self.on_cuda = model.device.type == "cuda"
-        self.into, self.out_of, self.head = (torch.compile(f) if compiled else f for f in (into_attention, out_of_attention, head_input))
+        functions = (into_attention, out_of_attention, head_input, enter_norm, leave_norm)
+        self.into, self.out_of, self.head, self.enter, self.leave = (torch.compile(f) if compiled else f for f in functions)
         self.pairs = []  # (parameter, the view it must be)
         self.layers = [self._layer(layer) for layer in body.layers]
         self.norm = self._keep(body.norm)
@@ -230,7 +240,7 @@ class FastBackbone:
     def decode(self, x, rows, logits, place):
         """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
         own_len = (rows.t - 1).clamp(min=0)
-        if self.on_cuda and len(x) <= FEW_ROWS:
+        if self.on_cuda and x.numel() <= FEW:
             last = self._decode_few(x, rows, own_len)
         else:
             change = torch.zeros_like(x)
@@ -243,14 +253,14 @@ class FastBackbone:
     def _decode_few(self, x, rows, own_len):
         """The same in five kernels a layer, where the time is that of reading each weight once and of starting kernels."""
         eps, counter = self.shape.eps, self.counter
-        x = Normed(x, x * self.layers[0].norm_in, x.float().pow(2).sum(-1, keepdim=True))
+        x = Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
         for i, w in enumerate(self.layers):
             q, k, v = heads(few_rows_linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
             x = few_rows_linear(self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
             inner = few_rows_linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
             following = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
             x = few_rows_linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=following)
-        return (x.scaled * torch.rsqrt(x.squares.sum(-1, keepdim=True) / x.x.shape[1] + eps)).to(x.x.dtype)
+        return self.leave(*self.vary(x.scaled, x.squares), eps)
 
     def _attend(self, i, q, k, v, rows, own_len, place=None):
         tables, stored = (self.cos, self.sin), (self.prompt[i], self.own[i])

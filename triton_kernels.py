@@ -9,8 +9,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 LOG2_E = 1.4426950408889634
+# From Hopper on a kernel may start before the one ahead of it has ended, fetch what does not depend on it, and wait then (programmatic dependent launch).
+EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 @triton.jit
@@ -43,7 +46,10 @@ def _rotated(ptr, at, partner, cos, sin, real):
 @triton.jit
 def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr, sin_ptr, prompt_k, prompt_v, own_k, own_v, slot, home, prompt_len, own_len,
                       done, out_ptr, part_acc, part_sum, counter, scale, P, T, HEADS: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query, column = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
     wide = column < D
@@ -104,7 +110,7 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, block=None, warps=4, stages=3, parts=None):
+def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, block=64, warps=4, stages=3, parts=None):
     """One new token a row over its prompt and what it has said: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D) and own (2, R, K, T, D) are read at slot (n,) and home (n,), as far as prompt_len and own_len say; cos and sin are rotary
@@ -114,28 +120,42 @@ def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own
     """
     n, H, D = q.shape
     K = k.shape[1]
-    parts = parts or max(1, min(8, 264 // (n * K)))
+    parts = parts or max(1, min(8, triton.next_power_of_2(132 // (n * K) + 1)))
     queries, width = max(16, triton.next_power_of_2(H // K)), max(16, triton.next_power_of_2(D))
     out = torch.empty(n, H * D, dtype=q.dtype, device=q.device)
     part_acc, part_sum = (torch.empty(n * K * parts, queries, size, device=q.device) for size in (width, 2))
     _decode_attention[(n, K, parts)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home, prompt_len, own_len, done, out,
         part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width,
-        BLOCK=block or 64, PARTS=parts, num_warps=warps, num_stages=stages,
+        BLOCK=block, PARTS=parts, EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
 
 @triton.jit
+def _ahead(weight_ptr, column, first, F, E, LINES: tl.constexpr):
+    """Ask for a part of the weight to be brought into the card's cache: rows `column`, LINES times 64 numbers from `first` on."""
+    k = tl.minimum(first + 64 * tl.arange(0, LINES), E - 1)
+    at = (weight_ptr + tl.minimum(column, F - 1)[:, None] * E + k[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["n", "tiles_of_squares"])
 def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, part_ptr, counter, n, F, E, eps,
             NORMED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr,
-            COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+            COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, column = block * ROWS + tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)
     kind = a_ptr.dtype.element_ty
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     other = tl.zeros((ROWS, COLUMNS), tl.float32)
     share = tl.cdiv(tl.cdiv(E, PARTS), SPAN) * SPAN
+    if EARLY:
+        _ahead(weight_ptr, column, part * share, F, E, LINES)
+        if GATED:
+            _ahead(weight_ptr + F * E, column, part * share, F, E, LINES)
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     for start in range(part * share, tl.minimum((part + 1) * share, E), SPAN):
         k = start + tl.arange(0, SPAN)
         a = tl.load(a_ptr + row[:, None] * E + k[None, :], mask=(row[:, None] < n) & (k[None, :] < E), other=0.0)
@@ -187,7 +207,7 @@ class Normed(NamedTuple):
     squares: torch.Tensor  # (n, parts), sums of squares of x
 
 
-def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=None, eps=0.0, columns=None, span=128, parts=None, warps=4, stages=4):
+def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=None, eps=0.0, parts=None, warps=4):
     """a @ weight.T + bias for few rows, with what stands before and behind it: a (n, E) or Normed, weight (F, E) -> (n, F), or Normed (n, F).
 
     A norm divides each row by one number, which can stand behind the product. `gated`: the weight is gate and up, one below the other, and the
@@ -198,10 +218,10 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
     squares, a = (a.squares, a.scaled) if normed else (weight, a)
     n, E = a.shape
     F = weight.shape[0] // (2 if gated else 1)
-    rows = max(16, min(64, triton.next_power_of_2(n)))
-    columns = columns or (32 if gated else 16)
+    rows = 16 if n <= 16 else 64
+    columns, span, stages = (rows if rows == 64 else 32, 64, 5) if gated else (16, 128, 4)  # by trial on an H100
     tiles, blocks = triton.cdiv(F, columns), triton.cdiv(n, rows)
-    parts = 1 if gated else parts or max(1, min(8, E // (2 * span), 528 // (tiles * blocks)))
+    parts = 1 if gated else parts or max(1, min(4, E // (2 * span)))
     out = torch.empty(n, F, dtype=a.dtype, device=a.device)
     scaled = torch.empty_like(out) if residual is not None else out
     new_squares = torch.empty(n, tiles if residual is not None else 1, device=a.device)
@@ -209,8 +229,8 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
     _linear[(tiles, blocks, parts)](
         a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual, weight if norm is None else norm, out,
         scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated, RESIDUAL=residual is not None,
-        SQUARES=triton.next_power_of_2(squares.shape[1]) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span, PARTS=parts, num_warps=warps,
-        num_stages=stages,
+        SQUARES=triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span, PARTS=parts,
+        LINES=triton.next_power_of_2(triton.cdiv(triton.cdiv(E, parts), 64)), EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out if residual is None else Normed(out, scaled, new_squares)
 
