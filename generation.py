@@ -6,8 +6,6 @@ A rollout is a prefill of the prompts and decode steps; one step is: sample, end
 Nothing in a step waits for the device. On CUDA a step is captured once for each number of rows, and replayed.
 """
 
-import inspect
-import json
 import os
 import time
 from collections import deque
@@ -17,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
 
-from data import pad_left
-from fast_path import LOGIT_BLOCK, FastBackbone, vary, why_not
+from backbones import FastBackbone, PlainBackbone, why_not
 from m3po_module import blend, cosines, products, weights_from_similarity
+from tokens import LOGIT_BLOCK, token_tables
 
 
 @dataclass(frozen=True)
@@ -58,138 +55,6 @@ class Rollout:
         """N pairs (ids up to and including EOS, whether EOS came)."""
         rows = [row[:length] for row, length in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)]
         return list(zip(rows, self.ended.tolist(), strict=True))
-
-
-# Models: what the decoder and the trainer both need of one
-
-
-def model_body(model):
-    """The part of a causal model before its head."""
-    return model.base_model
-
-
-def vocab_logits(model, hidden, tables=None):
-    """Float32 logits over the tokenizer's real ids: hidden (..., E) -> (..., V); over the whole head without `tables`.
-
-    Ids past the tokenizer do not exist, in sampling and in scoring alike (NeMo-RL#237).
-    """
-    logits = model.get_output_embeddings()(hidden)
-    logits = (logits if tables is None else logits[..., : tables.num_real]).float()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    logits = torch.tanh(logits / cap) * cap if cap else logits
-    if tables is None or tables.missing is None:
-        return logits
-    return logits.masked_fill(tables.missing, -1e30)  # finite: p * log p must not become 0 * inf
-
-
-@torch.no_grad()
-def check_head(model):
-    """Refuse a model whose logits are not what `vocab_logits` computes (a family that scales them in its own way)."""
-    ids = torch.arange(4, device=model.device).view(1, 4)
-    own = vocab_logits(model, model_body(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    if not torch.allclose(own, model(input_ids=ids, use_cache=False).logits.float(), atol=1e-2, rtol=1e-2):
-        raise ValueError(f"model type {model.config.model_type}: its head does more than a matrix product; add it to vocab_logits in generation.py")
-
-
-# Tokens: which exist, which end a text, which end the thinking
-
-
-def token_bytes(tokenizer, count):
-    """The bytes that each id adds to a decoded text; a special token adds none (texts are decoded with skip_special_tokens)."""
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-    added = tokenizer.added_tokens_decoder
-    pieces = tokenizer.convert_ids_to_tokens(list(range(count)))
-    byte_of_char = _byte_level_alphabet()
-
-    def content(token_id, piece):
-        if token_id in added:
-            return b"" if added[token_id].special else added[token_id].content.encode()
-        if piece is None:
-            return b""
-        if "ByteLevel" in decoder:
-            return bytes(byte_of_char[c] for c in piece if c in byte_of_char)
-        if "ByteFallback" in decoder and len(piece) == 6 and piece.startswith("<0x"):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("▁", " ").encode() if "▁" in decoder else piece.encode()
-
-    return [content(token_id, piece) for token_id, piece in enumerate(pieces)]
-
-
-def _byte_level_alphabet():
-    """GPT-2's printable stand-ins for the 256 bytes: {character: byte}."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def delimiter_automaton(pieces, delimiter):
-    """next_state (S, V): follows `delimiter` through text that arrives as tokens; state = matched length, S - 1 = seen (and stays so).
-
-    Exact however the tokenizer splits the delimiter or merges its ends with other text. `pieces`: the bytes of each token.
-    """
-    pattern = delimiter.encode()
-    final = len(pattern)
-    byte_step = np.zeros((final + 1, 256), dtype=np.int64)  # Knuth-Morris-Pratt as a table
-    for state in range(final):
-        for byte in range(256):
-            text = pattern[:state] + bytes([byte])
-            byte_step[state, byte] = next(k for k in range(min(len(text), final), -1, -1) if text.endswith(pattern[:k]))
-    byte_step[final] = final
-    states = np.repeat(np.arange(final + 1)[:, None], len(pieces), axis=1)
-    active, position = [i for i, piece in enumerate(pieces) if piece], 0
-    while active:  # one byte of every token that still has one
-        states[:, active] = byte_step[states[:, active], np.array([pieces[i][position] for i in active])]
-        position += 1
-        active = [i for i in active if len(pieces[i]) > position]
-    return torch.from_numpy(states)
-
-
-@dataclass
-class TokenTables:
-    """What the decoder knows of a tokenizer, as tensors on the model's device."""
-
-    num_real: int  # ids at or past this are in the embedding only
-    pad_id: int
-    eos_ids: list[int]
-    is_eos: torch.Tensor  # (V,) bool
-    missing: torch.Tensor | None  # (V,) bool, ids below num_real that no token has
-    real: torch.Tensor  # (W,) bool, ids that a token has
-    next_state: torch.Tensor  # (S, V)
-
-
-def eos_token_ids(tokenizer, model):
-    """The union of the EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
-    sources = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
-    sources.append(model.generation_config.eos_token_id if model.generation_config is not None else None)
-    ids = {i for s in sources if s is not None for i in (s if isinstance(s, list | tuple) else [s])}
-    if not ids:
-        raise ValueError("neither the tokenizer nor the model's configs name an EOS token: set tokenizer.eos_token")
-    return sorted(ids)
-
-
-def token_tables(tokenizer, model, think_end=None):
-    """Read tokenizer and model once. `think_end`: the delimiter that ends thinking, or None where nobody asks."""
-    table_size = model.get_input_embeddings().weight.shape[0]
-    known = set(tokenizer.get_vocab().values())
-    if max(known) >= table_size:
-        raise ValueError(f"the tokenizer has ids up to {max(known)}, the model embeds only {table_size}: they do not belong together")
-    num_real, device = max(known) + 1, model.device
-    eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
-    is_eos = torch.zeros(num_real, dtype=torch.bool)
-    is_eos[eos_ids] = True
-    real = torch.zeros(-(-table_size // LOGIT_BLOCK) * LOGIT_BLOCK, dtype=torch.bool)
-    real[list(known)] = True
-    missing = ~real[:num_real] if len(known) < num_real else None
-    pieces = token_bytes(tokenizer, num_real) if think_end else [b""] * num_real
-    return TokenTables(
-        num_real=num_real,
-        pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        eos_ids=eos_ids,
-        is_eos=is_eos.to(device),
-        missing=None if missing is None else missing.to(device),
-        real=real.to(device),
-        next_state=delimiter_automaton(pieces, think_end or "").to(device) if think_end else torch.zeros(2, num_real, dtype=torch.long, device=device),
-    )
 
 
 # Sampling
@@ -305,61 +170,18 @@ def sample_step(rows, tables, temperature, limit, how):
     return tokens, thinking, top
 
 
-def mix_step(embeds, thinking, products, place, rows, mix, clock, temperature, lambda_blend):
+def mix_step(embeds, thinking, products, place, rows, mix, temperature, lambda_blend):
     """M3PO: the next inputs (n, E), each a blend of its own token's embedding with those of the thinking peers; records who heard whom.
 
     products (B, G, G) of what the paths are compared by; place (B, G): the row of each path, n where it has none any more.
     """
     weights = weights_from_similarity(cosines(products), F.pad(thinking, (0, 1))[place], temperature)
     inputs = blend(F.pad(embeds, (0, 0, 0, 1))[place], weights, lambda_blend)[rows.slot, rows.path]
-    own = embeds.float()
+    said, own = (rows.t - 1).clamp(min=0), embeds.float()
     change = (inputs.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-9)
-    rows.input_change.scatter_(1, (rows.t - 1).clamp(min=0)[:, None], change[:, None])
-    mix.index_copy_(1, clock, weights[:, None])
-    clock.add_(1)
+    rows.input_change.scatter_(1, said[:, None], change[:, None])
+    mix.index_copy_(1, said.max()[None], weights[:, None])  # whoever still thinks has said the same number of tokens
     return inputs
-
-
-class PlainBackbone:
-    """Any model, through its own forward and a cache that grows: prompts left-padded, all rows at the same step, no row taken in while others go on.
-
-    A DynamicCache without a config: Gemma-3's sliding layers keep all keys.
-    """
-
-    refills, logit_dtype = False, torch.float32
-
-    def __init__(self, model):
-        self.model, self.width = model, -(-model.get_input_embeddings().weight.shape[0] // LOGIT_BLOCK) * LOGIT_BLOCK
-        self.cache_name = "cache" if "cache" in inspect.signature(model_body(model).forward).parameters else "past_key_values"
-        self.embed = model.get_input_embeddings()
-
-    def hold(self):
-        pass
-
-    def reserve(self, rows, slots, prompt, length):
-        self.length = length
-
-    def prefill(self, prompts, slots, logits, rows, repeat):
-        """Each prompt once, then its cache for every path."""
-        ids, mask = (x.to(self.model.device) for x in pad_left(prompts, 0))
-        self.cache, self.steps = DynamicCache(), ids.shape[1]
-        made = self._forward(self.embed(ids), mask, (mask.long().cumsum(-1) - 1).clamp(min=0))
-        self.cache.batch_repeat_interleave(repeat)
-        self.attention = F.pad(mask, (0, self.length), value=True).repeat_interleave(repeat, 0)
-        logits[rows, : made.shape[1]] = made.repeat_interleave(repeat, 0)
-
-    def decode(self, x, rows, logits, place):
-        self.steps += 1
-        made = self._forward(x[:, None], self.attention[:, : self.steps], (rows.prompt_len + rows.t - 1)[:, None])
-        logits[:, : made.shape[1]] = made
-
-    def _forward(self, embeds, attention, positions):
-        out = model_body(self.model)(inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: self.cache})
-        return vocab_logits(self.model, out.last_hidden_state[:, -1])
-
-    def keep(self, order, longest):
-        self.cache.batch_select_indices(order)
-        self.attention = self.attention[order]
 
 
 # The decoder
@@ -553,14 +375,13 @@ class GroupDecoder:
         if not self.captures:
             self.place, self.mix = self.place[:slots, :samples], self.mix[:slots, :, :samples, :samples]
         torch.arange(len(self.rows.home), out=self.rows.home)
-        for tensor, value in ((self.rows.done, True), (self.rows.t, 0), (self.temperature, temperature), (self.limit, limit), (self.clock, 0), (self.mix, 0)):
+        for tensor, value in ((self.rows.done, True), (self.rows.t, 0), (self.temperature, temperature), (self.limit, limit), (self.mix, 0)):
             tensor.fill_(value)
         if self.captures and how not in self.graphs:
             self.place.fill_(0)
             sizes = [size for size in SIZES if size < self.reserved[0]] + [self.reserved[0]]
             self.graphs[how] = self._capture(how, sizes)
             self.rows.t.zero_()
-            self.clock.zero_()
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             self.setup_seconds += seconds
@@ -574,7 +395,6 @@ class GroupDecoder:
         self.backbone = PlainBackbone(self.model) if reason else FastBackbone(self.model, self.compiled and self.on_cuda)
         self.captures = self.on_cuda and not reason
         self.compiled = self.compiled and self.captures
-        self.sample, self.mix_inputs = (torch.compile(f) if self.compiled else f for f in (sample_step, mix_step))
 
     def _default_rows(self, tokens):
         """Rows to decode at once where nobody says: what half of the free memory holds, 512 at most on CUDA; 32 on the CPU."""
@@ -594,7 +414,6 @@ class GroupDecoder:
         self.rows = Rows(**{name: torch.zeros(R, *widths.get(name, ()), dtype=kind, device=device) for name, kind in kinds.items()})
         self.all_places, self.all_mix = torch.zeros(B, G, dtype=torch.long, device=device), torch.zeros(B, T, G, G, device=device)
         self.temperature, self.limit = torch.ones((), device=device), torch.zeros((), dtype=torch.long, device=device)
-        self.clock = torch.zeros(1, dtype=torch.long, device=device)
         self.backbone.reserve(R, S, P, T)
 
     def _capture(self, how, sizes):
@@ -619,30 +438,31 @@ class GroupDecoder:
             self._run(n, how, last)
 
     def _run(self, n, how, last=False):
-        rows, tables = self.rows.first(n), self.tables
-        if self.compiled:
-            vary(*rows)
-        tokens, thinking, top = self.sample(rows, (tables.next_state, tables.is_eos, tables.real, tables.pad_id), self.temperature, self.limit, how)
+        rows, tables = self.rows.first(n), (self.tables.next_state, self.tables.is_eos, self.tables.real, self.tables.pad_id)
+        if self.captures and how.top_k == 0 and how.top_p == 1:
+            tokens, thinking, top = triton_kernels.sample(rows, tables, self.temperature, self.limit, how.greedy)
+        else:
+            tokens, thinking, top = sample_step(rows, tables, self.temperature, self.limit, how)
         if last or (not self.on_cuda and bool(rows.done.all())):
             return
         inputs = self.backbone.embed(tokens)
         if how.interacts:
-            alike = self._products(rows.logits, top, inputs, thinking)
-            if self.compiled:
-                vary(inputs, thinking)
-            inputs = self.mix_inputs(
-                inputs, thinking, alike, self.place, rows, self.mix, self.clock, self.interaction.temperature, self.interaction.lambda_blend
-            )
+            inputs = self._interact(inputs, rows, thinking, top)
         self.backbone.decode(inputs, rows, rows.logits, self.place)
 
-    def _products(self, logits, top, embeds, thinking):
-        """Inner products (B, G, G) of what the paths of a group are compared by; those of paths that do not think are of no account."""
-        kind = self.interaction.similarity
-        if kind == "mean":  # all alike
-            return torch.ones(*self.place.shape, self.place.shape[1], device=self.device)
-        if kind == "distribution" and self.on_cuda:
-            return group_products(logits, top, self.tables.real, self.place, thinking)
-        features = embeds if kind == "embedding" else (_scores(logits, 1.0, self.tables.real) - top[:, None]).exp()  # a cosine does not see the scale
+    def _interact(self, embeds, rows, thinking, top):
+        """The inputs (n, E) of paths that look at each other."""
+        kind, tau, lam = self.interaction.similarity, self.interaction.temperature, self.interaction.lambda_blend
+        if self.captures and kind == "distribution":
+            alike = triton_kernels.group_products(rows.logits, top, self.tables.real, self.place, thinking)
+            return triton_kernels.mix(embeds, alike, thinking, self.place, rows.t, self.mix, rows.input_change, tau, lam)
+        if kind == "distribution":  # a cosine does not see the scale
+            alike = self._products((_scores(rows.logits, 1.0, self.tables.real) - top[:, None]).exp())
+        else:
+            alike = self._products(embeds if kind == "embedding" else torch.ones_like(embeds[:, :1]))
+        return mix_step(embeds, thinking, alike, self.place, rows, self.mix, tau, lam)
+
+    def _products(self, features):
         return products(F.pad(features, (0, 0, 0, 1))[self.place])
 
 
@@ -656,4 +476,4 @@ def _say(text):
 
 
 if torch.cuda.is_available():
-    from triton_kernels import group_products
+    import triton_kernels

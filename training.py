@@ -26,9 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 
+from backbones import check_head, model_body, vocab_logits
 from config import RunError, SettingError, resolved, system_prompt, template_kwargs, write_whole
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
-from generation import check_head, draw, model_body, vocab_logits
+from generation import draw
 from m3po_module import blend
 from rewards import correctness_reward
 

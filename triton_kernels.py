@@ -236,12 +236,14 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
 
 
 @triton.jit
-def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W, SPAN,
-                    G: tl.constexpr, PATHS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    group, part = tl.program_id(0), tl.program_id(1)
-    path = tl.arange(0, PATHS)
-    row = tl.load(place + group * G + path, mask=path < G, other=0)
-    counts = (path < G) & (row < rows)
+def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W, SPAN, B,
+                    G: tl.constexpr, SLOTS: tl.constexpr, PATHS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, PATHS)
+    group, path = tile * (PATHS // SLOTS) + lane // SLOTS, lane % SLOTS
+    counts = (path < G) & (group < B)
+    row = tl.load(place + group * G + path, mask=counts, other=rows)
+    counts = counts & (row < rows)
     counts = counts & (tl.load(thinking + row, mask=counts, other=0) != 0)
     sums = tl.zeros((PATHS, PATHS), tl.float32)
     if tl.sum(counts.to(tl.int32)) > 1:
@@ -254,19 +256,172 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
             high = p.to(tl.bfloat16)  # a float32 product on the bf16 units: high parts, and what they leave over
             low = (p - high.to(tl.float32)).to(tl.bfloat16)
             sums += tl.dot(high, tl.trans(high)) + tl.dot(high, tl.trans(low)) + tl.dot(low, tl.trans(high))
-    at = ((group * tl.num_programs(1) + part) * PATHS + path[:, None]) * PATHS + path[None, :]
+    at = ((tile * tl.num_programs(1) + part) * PATHS + lane[:, None]) * PATHS + lane[None, :]
     tl.store(out_ptr + at, sums)
 
 
-def group_products(logits, top, real, place, thinking, parts=128, block=32, warps=1):
-    """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of a group: logits (n, W), top and thinking (n,), place (B, G) -> (B, G, G).
+class Products(NamedTuple):
+    """Inner products of paths, in parts still to be added: groups lie side by side in tiles, `slots` lanes each."""
+
+    parts: torch.Tensor  # (tiles, parts, lanes, lanes) float32
+    slots: int
+
+    def whole(self, groups, paths):
+        """(B, G, G)."""
+        tiles, _, lanes, _ = self.parts.shape
+        square = self.parts.sum(1).view(tiles, lanes // self.slots, self.slots, lanes // self.slots, self.slots)
+        return square.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)[:groups, :paths, :paths]
+
+
+def group_products(logits, top, real, place, thinking, parts=64, block=32, warps=1):
+    """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of a group: logits (n, W), top and thinking (n,), place (B, G) -> Products.
 
     One pass over the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`, the largest
     logit of each row, may stand where log-sum-exp would.
     """
-    B, G = place.shape
-    paths, W = max(16, triton.next_power_of_2(G)), logits.shape[1]
-    out = torch.empty(B, parts, paths, paths, dtype=torch.float32, device=logits.device)
-    span = triton.cdiv(triton.cdiv(W, parts), block) * block
-    _group_products[(B, parts)](logits, logits.stride(0), top, real, place, thinking, len(logits), out, W, span, G=G, PATHS=paths, BLOCK=block, num_warps=warps)
-    return out.sum(1)[:, :G, :G]
+    (B, G), W = place.shape, logits.shape[1]
+    slots = triton.next_power_of_2(G)
+    lanes = max(16, slots)
+    tiles, span = triton.cdiv(B, lanes // slots), triton.cdiv(triton.cdiv(W, parts), block) * block
+    out = torch.empty(tiles, parts, lanes, lanes, dtype=torch.float32, device=logits.device)
+    _group_products[(tiles, parts)](
+        logits, logits.stride(0), top, real, place, thinking, len(logits), out, W, span, B, G=G, SLOTS=slots, PATHS=lanes, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return Products(out, slots)
+
+
+@triton.jit
+def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns, E, temperature, lam,
+         G: tl.constexpr, SLOTS: tl.constexpr, PATHS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    group = tl.program_id(0)
+    path, other = tl.arange(0, SLOTS)[:, None], tl.arange(0, SLOTS)[None, :]
+    row = tl.load(place + group * G + path, mask=path < G, other=n)
+    here = row < n
+    thinks = (tl.load(thinking + row, mask=here, other=0) != 0) & here  # (SLOTS, 1)
+    said = tl.load(t + row, mask=here, other=1) - 1
+    e = tl.arange(0, WIDTH)[None, :]
+    listens = thinks & (tl.sum(thinks.to(tl.int32)) > 1)
+    if tl.sum(thinks.to(tl.int32)) > 1:
+        tile, first = group // (PATHS // SLOTS), group % (PATHS // SLOTS) * SLOTS
+        sums = tl.zeros((SLOTS, SLOTS), tl.float32)
+        for part in range(0, PARTS, 8):
+            which = part + tl.arange(0, 8)[:, None, None]
+            at = ((tile * PARTS + which) * PATHS + first + path[None, :, :]) * PATHS + first + other[None, :, :]
+            sums += tl.sum(tl.load(parts_ptr + at), 0)
+        size = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 1), 1e-24))
+        across = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 0), 1e-24))
+        peer_row = tl.load(place + group * G + other, mask=other < G, other=n)
+        peer = (tl.load(thinking + peer_row, mask=peer_row < n, other=0) != 0) & (peer_row < n)  # (1, SLOTS)
+        allowed = thinks & peer & (path != other)
+        scores = tl.where(allowed, sums * size[:, None] * across[None, :] / temperature, -1e30)
+        weights = tl.where(allowed, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
+        weights = weights / tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
+        tl.store(mix + ((group * T + tl.max(tl.where(thinks, said, 0))) * G + path) * G + other, weights, mask=(path < G) & (other < G))
+        inside = here & (e < E)
+        own = tl.load(inputs + row * E + e, mask=inside, other=0.0)
+        heard = (1 - lam) * own.to(tl.float32)
+        for j in range(0, G):
+            weight = tl.sum(tl.where(other == j, weights, 0.0), 1)[:, None]
+            its_row = tl.load(place + group * G + j)
+            its = tl.load(inputs + its_row * E + e, mask=(e < E) & (its_row < n), other=0.0).to(tl.float32)
+            heard += lam * weight * its
+        new = tl.where(listens, heard.to(own.dtype), own)
+        moved, size = new.to(tl.float32) - own.to(tl.float32), own.to(tl.float32)
+        change = tl.sqrt(tl.sum(moved * moved, 1)) / tl.maximum(tl.sqrt(tl.sum(size * size, 1)), 1e-9)
+        tl.debug_barrier()  # every input is read before one is written
+        tl.store(inputs + row * E + e, new, mask=inside & listens)
+        tl.store(input_change + row * columns + said, change[:, None], mask=here)
+    else:
+        tl.store(input_change + row * columns + said, tl.zeros((SLOTS, 1), tl.float32), mask=here)
+
+
+def mix(inputs, products, thinking, place, t, mix, input_change, temperature, lambda_blend):
+    """`mix_step` of generation.py in one kernel, a group a program: inputs (n, E) are changed in place, mix (B, T, G, G) and input_change recorded."""
+    (n, E), (B, G), lanes = inputs.shape, place.shape, products.parts.shape[2]
+    _mix[(B,)](
+        products.parts, place, thinking, t, inputs, mix, input_change, n, mix.shape[1], input_change.shape[1], E, temperature, lambda_blend, G=G,
+        SLOTS=products.slots, PATHS=lanes, PARTS=products.parts.shape[1], WIDTH=triton.next_power_of_2(E), num_warps=8,
+    )  # fmt: skip
+    return inputs
+
+
+@triton.jit
+def _scores(logits, real, id, there, temperature):
+    score = tl.load(logits + id, mask=there, other=0.0).to(tl.float32) / temperature
+    return tl.where(tl.load(real + id, mask=there, other=0) != 0, score, -1e30)
+
+
+@triton.jit
+def _block_sums(logits, stride, real, temperature, top_ptr, mass_ptr, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    id = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    score = _scores(logits + row.to(tl.int64) * stride, real, id, block[:, None] < blocks, tl.load(temperature))
+    top = tl.max(score, 1)
+    tl.store(top_ptr + row * blocks + block, top, mask=block < blocks)
+    tl.store(mass_ptr + row * blocks + block, tl.sum(tl.exp(score - top[:, None]), 1), mask=block < blocks)
+
+
+@triton.jit
+def _first_beyond(weights, index, fraction):
+    """The first place whose running sum passes `fraction` of the whole, how far into it that lies; never one of weight 0."""
+    ends = tl.cumsum(weights, 0)
+    target = fraction * tl.max(ends, 0)
+    place = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), tl.max(tl.where(weights > 0, index, 0), 0))
+    here, end = tl.sum(tl.where(index == place, weights, 0.0), 0), tl.sum(tl.where(index == place, ends, 0.0), 0)
+    return place, tl.minimum(tl.maximum((target - (end - here)) / here, 0.0), 1.0)
+
+
+@triton.jit
+def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms, next_state, is_eos, limit, ids, logps, thinkings, t_ptr, state_ptr, ended_ptr,
+          done_ptr, tokens, thinks, tops, blocks, columns, states, V, pad_id, GREEDY: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    index, inner = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    temperature, t, done = tl.load(temperature_ptr), tl.load(t_ptr + row), tl.load(done_ptr + row) != 0
+    block_tops = tl.load(block_top + row * blocks + index, mask=index < blocks, other=-1e30)
+    top = tl.max(block_tops, 0)
+    mass = tl.load(block_mass + row * blocks + index, mask=index < blocks, other=0.0) * tl.exp(block_tops - top)
+    if GREEDY:
+        which, rest = tl.min(tl.where(block_tops == top, index, WIDTH - 1), 0), 0.0
+    else:
+        which, rest = _first_beyond(mass, index, tl.load(uniforms + row * columns + t))
+    id = which * BLOCK + inner
+    score = _scores(logits + row.to(tl.int64) * stride, real, id, inner < BLOCK, temperature)
+    inside_top = tl.max(score, 0)
+    if GREEDY:
+        place = tl.min(tl.where(score == inside_top, inner, BLOCK - 1), 0)
+    else:
+        place, rest = _first_beyond(tl.exp(score - inside_top), inner, rest)
+    token = tl.where(done, pad_id, which * BLOCK + place).to(tl.int64)
+    logp = tl.where(done, 0.0, tl.sum(tl.where(inner == place, score, 0.0), 0) - top - tl.log(tl.sum(mass, 0)))
+    state = tl.load(next_state + tl.load(state_ptr + row) * V + token)
+    eos = (tl.load(is_eos + token) != 0) & (done == 0)
+    thinking = (done == 0) & (eos == 0) & (state < states - 1)
+    at = row * columns + t
+    tl.store(ids + at, token)
+    tl.store(logps + at, logp)
+    tl.store(thinkings + at, thinking)
+    tl.store(state_ptr + row, state)
+    t += (done == 0).to(tl.int64)
+    tl.store(t_ptr + row, t)
+    tl.store(ended_ptr + row, (tl.load(ended_ptr + row) != 0) | eos)
+    tl.store(done_ptr + row, done | eos | (t >= tl.load(limit)))
+    tl.store(tokens + row, token)
+    tl.store(thinks + row, thinking)
+    tl.store(tops + row, top * temperature)
+
+
+def sample(rows, tables, temperature, limit, greedy, block=128):
+    """`sample_step` of generation.py in two kernels: one pass over the logits, then a program a row."""
+    next_state, is_eos, real, pad_id = tables
+    n, W = rows.logits.shape
+    blocks = W // block
+    block_top, block_mass = torch.empty(2, n, blocks, device=real.device)
+    tokens, thinking, top = torch.empty_like(rows.t), torch.empty_like(rows.done), torch.empty(n, device=real.device)
+    stride = rows.logits.stride(0)
+    _block_sums[(n, triton.cdiv(blocks, 16))](rows.logits, stride, real, temperature, block_top, block_mass, blocks, BLOCKS=16, BLOCK=block, num_warps=4)
+    _pick[(n,)](
+        rows.logits, stride, real, temperature, block_top, block_mass, rows.uniforms, next_state, is_eos, limit, rows.ids, rows.logp, rows.thinking, rows.t,
+        rows.state, rows.ended, rows.done, tokens, thinking, top, blocks, rows.ids.shape[1], len(next_state), next_state.shape[1], pad_id, GREEDY=greedy,
+        BLOCK=block, WIDTH=triton.next_power_of_2(blocks), num_warps=4,
+    )  # fmt: skip
+    return tokens, thinking, top

@@ -7,7 +7,8 @@ import torch
 
 from conftest import build_model
 from data import pad_left
-from generation import GroupDecoder, Interaction, delimiter_automaton, draw, eos_token_ids, keep_top, rollout_uniforms, token_bytes, token_tables
+from generation import GroupDecoder, Interaction, draw, keep_top, rollout_uniforms
+from tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
 
 T = 24
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from backbones import attend, rms_norm
 from conftest import build_model
 from data import pad_left
-from fast_path import attend, rms_norm
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from generation import GroupDecoder, How, Interaction, Rows, mix_step, rollout_uniforms, sample_step
 from m3po_module import cosines, products
 from training import Scorer, refresh
 
@@ -133,7 +133,8 @@ def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     real[5::7] = False
     place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 20, 6, 5], [20, 20, 20, 20, 10]], device="cuda")
     thinking = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]], device="cuda").bool()
-    got = cosines(group_products(logits, logits.amax(-1), real, place, torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1] + 9 * [1], device="cuda").bool()))
+    rows = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1] + 9 * [1], device="cuda").bool()
+    got = cosines(group_products(logits, logits.amax(-1), real, place, rows).whole(3, 5))
     p = torch.nn.functional.pad(logits.masked_fill(~real, -torch.inf).softmax(-1), (0, 0, 0, 1))[place] * thinking[..., None]
     assert torch.allclose(got[:2], cosines(products(p))[:2], atol=1e-5)
 
@@ -162,3 +163,75 @@ def test_the_kernel_for_few_rows_equals_plain_torch_with_what_stands_before_and_
     gate, up = normed.chunk(2, -1)
     gated = few_rows_linear(prepared, weight, b, counter, gated=True, eps=1e-6)
     assert torch.allclose(gated, torch.nn.functional.silu(gate) * up, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@torch.no_grad()
+def test_the_kernels_of_the_sampler_equal_plain_torch(greedy):
+    from triton_kernels import sample
+
+    torch.manual_seed(0)
+    n, W, T = 30, 1408, 9
+    real = torch.ones(W, dtype=torch.bool, device="cuda")
+    real[5::7], real[1300:] = False, False
+    is_eos = torch.zeros(1300, dtype=torch.bool, device="cuda")
+    is_eos[::3] = True
+    tables = (torch.randint(0, 4, (4, 1300), device="cuda"), is_eos, real, 11)
+    temperature, limit = torch.tensor(0.7, device="cuda"), torch.tensor(6, device="cuda")
+
+    def rows():
+        torch.manual_seed(1)
+        wide = dict(ids=torch.long, logp=torch.float32, thinking=torch.bool, input_change=torch.float32)
+        columns = {name: torch.zeros(n, T + 1, dtype=kind, device="cuda") for name, kind in wide.items()}
+        t, state = torch.randint(0, 6, (n,), device="cuda"), torch.randint(0, 4, (n,), device="cuda")
+        none, done = torch.zeros(n, dtype=torch.bool, device="cuda"), torch.rand(n, device="cuda") < 0.2
+        u = torch.rand(n, T + 1, device="cuda")
+        return Rows(
+            **columns, uniforms=u, t=t, state=state, ended=none, done=done, prompt_len=t, slot=t, path=t, home=t, logits=3 * torch.randn(n, W, device="cuda")
+        )
+
+    a, b = rows(), rows()
+    tokens, thinking, top = sample(a, tables, temperature, limit, greedy)
+    expected = sample_step(b, tables, temperature, limit, How(greedy, 0, 1.0, False))
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(thinking, expected[1])
+    assert torch.allclose(top, expected[2], atol=1e-5)
+    for name in ("ids", "thinking", "t", "state", "ended", "done"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert torch.allclose(a.logp, b.logp, atol=1e-5)
+    assert a.done.float().mean() > 0.3
+    assert thinking.any()
+
+
+@torch.no_grad()
+def test_the_kernel_that_blends_equals_plain_torch():
+    import triton_kernels
+
+    torch.manual_seed(0)
+    n, E, T, B, G = 20, 96, 7, 3, 5
+    place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, n, 6, 5], [n, n, 11, n, 10]], device="cuda")
+    thinking = torch.rand(n, device="cuda") < 0.8
+    thinking[11] = False
+    logits, real, embeds = 2 * torch.randn(n, 512, device="cuda"), torch.ones(512, dtype=torch.bool, device="cuda"), torch.randn(n, E, device="cuda")
+    t, slot, path = torch.full((n,), 3, device="cuda"), torch.zeros(n, dtype=torch.long, device="cuda"), torch.zeros(n, dtype=torch.long, device="cuda")
+    for b in range(B):
+        for g in range(G):
+            if place[b, g] < n:
+                slot[place[b, g]], path[place[b, g]] = b, g
+    made = []
+    for kernel in (True, False):
+        mix, change = torch.zeros(B, T, G, G, device="cuda"), torch.full((n, T + 1), 9.0, device="cuda")
+        if kernel:
+            alike = triton_kernels.group_products(logits, logits.amax(-1), real, place, thinking)
+            inputs = triton_kernels.mix(embeds.clone(), alike, thinking, place, t, mix, change, 0.3, 0.2)
+        else:
+            rows = Rows(*[None] * 3, change, None, t, *[None] * 4, slot, path, None, None)
+            alike = products(torch.nn.functional.pad(logits.softmax(-1), (0, 0, 0, 1))[place])
+            inputs = mix_step(embeds, thinking, alike, place, rows, mix, 0.3, 0.2)
+        made.append((inputs, mix, change))
+    used = place[place < n]
+    assert torch.allclose(made[0][0][used], made[1][0][used], atol=1e-5)
+    assert torch.allclose(made[0][1], made[1][1], atol=1e-5)
+    assert torch.allclose(made[0][2][used], made[1][2][used], atol=1e-5)
+    assert (made[0][1].sum(-1) > 0).sum() >= 6
+    assert not torch.equal(made[0][0], embeds)

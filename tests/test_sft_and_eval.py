@@ -11,8 +11,9 @@ import sft_train
 from config import SettingError
 from conftest import build_model
 from data import DataError, EncodedProblem, Problem, build_prompt
-from generation import GroupDecoder, token_tables
+from generation import GroupDecoder
 from rewards import ANSWER_FORMATS, extract_answer
+from tokens import token_tables
 from training import Scorer, save_model
 
 

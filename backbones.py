@@ -1,19 +1,94 @@
-"""Decoder layers of Llama, Qwen2 and Qwen3 over fixed storage: the forward pass that a decode step can be captured around.
+"""Two ways to run a causal model for the decoder: over its own forward and a cache that grows (any model), or over fixed storage (the fast path).
 
-A prompt's keys and values lie once, in a slot, for all the paths that continue it; what a path says lies in a row of its own. Place j of either
-is position j of the text: prompts start at 0 and nothing is padded on the left, so there is no mask, only two lengths.
+FastBackbone knows the decoder layers of Llama, Qwen2 and Qwen3. A prompt's keys and values lie once, in a slot, for all the paths that continue it;
+what a path says lies in a row of its own. Place j of either is position j of the text: prompts start at 0 and nothing is padded on the left, so
+there is no mask, only two lengths.
 
 n rows being decoded, R rows and S slots of storage, M tokens of any kind; H query heads and K key heads of width D; E embedding width, W logits.
 """
 
+import inspect
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from transformers import DynamicCache
+
+from data import pad_left
+from tokens import LOGIT_BLOCK
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 FEW = 2**16  # numbers in the residual stream up to which few kernels beat kernels that are good at many rows
-LOGIT_BLOCK = 128  # the width of the head is padded to whole blocks, by which the sampler works
+
+
+def model_body(model):
+    """The part of a causal model before its head."""
+    return model.base_model
+
+
+def vocab_logits(model, hidden, tables=None):
+    """Float32 logits over the tokenizer's real ids: hidden (..., E) -> (..., V); over the whole head without `tables`.
+
+    Ids past the tokenizer do not exist, in sampling and in scoring alike (NeMo-RL#237).
+    """
+    logits = model.get_output_embeddings()(hidden)
+    logits = (logits if tables is None else logits[..., : tables.num_real]).float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = torch.tanh(logits / cap) * cap if cap else logits
+    if tables is None or tables.missing is None:
+        return logits
+    return logits.masked_fill(tables.missing, -1e30)  # finite: p * log p must not become 0 * inf
+
+
+@torch.no_grad()
+def check_head(model):
+    """Refuse a model whose logits are not what `vocab_logits` computes (a family that scales them in its own way)."""
+    ids = torch.arange(4, device=model.device).view(1, 4)
+    own = vocab_logits(model, model_body(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(own, model(input_ids=ids, use_cache=False).logits.float(), atol=1e-2, rtol=1e-2):
+        raise ValueError(f"model type {model.config.model_type}: its head does more than a matrix product; add it to vocab_logits in generation.py")
+
+
+class PlainBackbone:
+    """Any model, through its own forward and a cache that grows: prompts left-padded, all rows at the same step, no row taken in while others go on.
+
+    A DynamicCache without a config: Gemma-3's sliding layers keep all keys.
+    """
+
+    refills, logit_dtype = False, torch.float32
+
+    def __init__(self, model):
+        self.model, self.width = model, -(-model.get_input_embeddings().weight.shape[0] // LOGIT_BLOCK) * LOGIT_BLOCK
+        self.cache_name = "cache" if "cache" in inspect.signature(model_body(model).forward).parameters else "past_key_values"
+        self.embed = model.get_input_embeddings()
+
+    def hold(self):
+        pass
+
+    def reserve(self, rows, slots, prompt, length):
+        self.length = length
+
+    def prefill(self, prompts, slots, logits, rows, repeat):
+        """Each prompt once, then its cache for every path."""
+        ids, mask = (x.to(self.model.device) for x in pad_left(prompts, 0))
+        self.cache, self.steps = DynamicCache(), ids.shape[1]
+        made = self._forward(self.embed(ids), mask, (mask.long().cumsum(-1) - 1).clamp(min=0))
+        self.cache.batch_repeat_interleave(repeat)
+        self.attention = F.pad(mask, (0, self.length), value=True).repeat_interleave(repeat, 0)
+        logits[rows, : made.shape[1]] = made.repeat_interleave(repeat, 0)
+
+    def decode(self, x, rows, logits, place):
+        self.steps += 1
+        made = self._forward(x[:, None], self.attention[:, : self.steps], (rows.prompt_len + rows.t - 1)[:, None])
+        logits[:, : made.shape[1]] = made
+
+    def _forward(self, embeds, attention, positions):
+        out = model_body(self.model)(inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: self.cache})
+        return vocab_logits(self.model, out.last_hidden_state[:, -1])
+
+    def keep(self, order, longest):
+        self.cache.batch_select_indices(order)
+        self.attention = self.attention[order]
 
 
 class Shape(NamedTuple):

@@ -1,0 +1,110 @@
+"""What the decoder knows of a tokenizer, as tables on the model's device: which ids exist, which end a text, which end the thinking.
+
+V real ids of the tokenizer, W logits of a row (the model's head, padded to whole blocks), S states of the automaton.
+"""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
+
+
+def token_bytes(tokenizer, count):
+    """The bytes that each id adds to a decoded text; a special token adds none (texts are decoded with skip_special_tokens)."""
+    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+    added = tokenizer.added_tokens_decoder
+    pieces = tokenizer.convert_ids_to_tokens(list(range(count)))
+    byte_of_char = _byte_level_alphabet()
+
+    def content(token_id, piece):
+        if token_id in added:
+            return b"" if added[token_id].special else added[token_id].content.encode()
+        if piece is None:
+            return b""
+        if "ByteLevel" in decoder:
+            return bytes(byte_of_char[c] for c in piece if c in byte_of_char)
+        if "ByteFallback" in decoder and len(piece) == 6 and piece.startswith("<0x"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode() if "▁" in decoder else piece.encode()
+
+    return [content(token_id, piece) for token_id, piece in enumerate(pieces)]
+
+
+def _byte_level_alphabet():
+    """GPT-2's printable stand-ins for the 256 bytes: {character: byte}."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def delimiter_automaton(pieces, delimiter):
+    """next_state (S, V): follows `delimiter` through text that arrives as tokens; state = matched length, S - 1 = seen (and stays so).
+
+    Exact however the tokenizer splits the delimiter or merges its ends with other text. `pieces`: the bytes of each token.
+    """
+    pattern = delimiter.encode()
+    final = len(pattern)
+    byte_step = np.zeros((final + 1, 256), dtype=np.int64)  # Knuth-Morris-Pratt as a table
+    for state in range(final):
+        for byte in range(256):
+            text = pattern[:state] + bytes([byte])
+            byte_step[state, byte] = next(k for k in range(min(len(text), final), -1, -1) if text.endswith(pattern[:k]))
+    byte_step[final] = final
+    states = np.repeat(np.arange(final + 1)[:, None], len(pieces), axis=1)
+    active, position = [i for i, piece in enumerate(pieces) if piece], 0
+    while active:  # one byte of every token that still has one
+        states[:, active] = byte_step[states[:, active], np.array([pieces[i][position] for i in active])]
+        position += 1
+        active = [i for i in active if len(pieces[i]) > position]
+    return torch.from_numpy(states)
+
+
+@dataclass
+class TokenTables:
+    """What the decoder knows of a tokenizer, as tensors on the model's device."""
+
+    num_real: int  # ids at or past this are in the embedding only
+    pad_id: int
+    eos_ids: list[int]
+    is_eos: torch.Tensor  # (V,) bool
+    missing: torch.Tensor | None  # (V,) bool, ids below num_real that no token has
+    real: torch.Tensor  # (W,) bool, ids that a token has
+    next_state: torch.Tensor  # (S, V)
+
+
+def eos_token_ids(tokenizer, model):
+    """The union of the EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
+    sources = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
+    sources.append(model.generation_config.eos_token_id if model.generation_config is not None else None)
+    ids = {i for s in sources if s is not None for i in (s if isinstance(s, list | tuple) else [s])}
+    if not ids:
+        raise ValueError("neither the tokenizer nor the model's configs name an EOS token: set tokenizer.eos_token")
+    return sorted(ids)
+
+
+def token_tables(tokenizer, model, think_end=None):
+    """Read tokenizer and model once. `think_end`: the delimiter that ends thinking, or None where nobody asks."""
+    table_size = model.get_input_embeddings().weight.shape[0]
+    known = set(tokenizer.get_vocab().values())
+    if max(known) >= table_size:
+        raise ValueError(f"the tokenizer has ids up to {max(known)}, the model embeds only {table_size}: they do not belong together")
+    num_real, device = max(known) + 1, model.device
+    eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
+    is_eos = torch.zeros(num_real, dtype=torch.bool)
+    is_eos[eos_ids] = True
+    real = torch.zeros(-(-table_size // LOGIT_BLOCK) * LOGIT_BLOCK, dtype=torch.bool)
+    real[list(known)] = True
+    missing = ~real[:num_real] if len(known) < num_real else None
+    pieces = token_bytes(tokenizer, num_real) if think_end else [b""] * num_real
+    return TokenTables(
+        num_real=num_real,
+        pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        eos_ids=eos_ids,
+        is_eos=is_eos.to(device),
+        missing=None if missing is None else missing.to(device),
+        real=real.to(device),
+        next_state=delimiter_automaton(pieces, think_end or "").to(device) if think_end else torch.zeros(2, num_real, dtype=torch.long, device=device),
+    )
