@@ -14,10 +14,16 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from data import pad_left
+from data import pad_left, pad_right
 from tokens import LOGIT_BLOCK
 
+try:
+    import triton_kernels
+except ImportError:  # a torch without CUDA comes without triton
+    triton_kernels = None
+
 FAMILIES = ("llama", "qwen2", "qwen3")
+PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
 FEW = 2**16  # numbers in the residual stream up to which few kernels beat kernels that are good at many rows
 
 
@@ -194,6 +200,8 @@ def attend(q, k, v, cos, sin, prompt, own, place, slot, path, prompt_len, own_le
 def why_not(model):
     """Why the fast path cannot serve this model, or None."""
     config = model.config.get_text_config()
+    if model.device.type == "cuda" and triton_kernels is None:
+        return "triton is not installed"
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
@@ -215,21 +223,22 @@ class FastBackbone:
 
     def __init__(self, model, compiled):
         body, config = model.base_model, model.config.get_text_config()
-        self.model, self.head_weight, self.padded = model, None, []
+        self.model = model
         attention = body.layers[0].self_attn
         self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)
-        self.scale, self.embedding = attention.scaling, body.embed_tokens
+        self.scale = attention.scaling
         self.on_cuda = model.device.type == "cuda"
         functions = (into_attention, out_of_attention, head_input, enter_norm, leave_norm)
         self.into, self.out_of, self.head, self.enter, self.leave = (torch.compile(f) if compiled else f for f in functions)
         self.pairs = []  # (parameter, the view it must be)
         self.layers = [self._layer(layer) for layer in body.layers]
         self.norm = self._keep(body.norm)
-        width = model.get_output_embeddings().weight.shape[0]
-        self.logit_dtype, self.compiled = model.dtype, compiled
-        self.width = -(-width // LOGIT_BLOCK) * LOGIT_BLOCK
-        self.head_weight = self._together([model.get_output_embeddings()], "weight", self.width)
-        self.prompt = self.own = None
+        self.logit_dtype, self.compiled, head = model.dtype, compiled, model.get_output_embeddings()
+        self.width = -(-len(head.weight) // LOGIT_BLOCK) * LOGIT_BLOCK
+        self.head_weight = self._together([head], "weight", self.width)
+        tied = body.embed_tokens.weight is head.weight
+        self.table = self.head_weight[: len(head.weight)] if tied else self._keep(body.embed_tokens)
+        self.hold()
 
     def _together(self, modules, name, rows=None):
         """One tensor that holds a parameter of several modules, one below the other; None where they have none."""
@@ -281,25 +290,36 @@ class FastBackbone:
         places = torch.arange(prompt + length, device=like.device)[None]
         self.cos, self.sin = (x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], places))
 
+    def differs(self):
+        """Whether this is not the model's own forward: for a model that its config does not tell from those it can serve."""
+        self.reserve(1, 1, 64, 1)
+        ids = list(range(8))
+        theirs = self.model(input_ids=torch.tensor([ids], device=self.head_weight.device)).logits[0, -1].float()
+        ours = self._prefill([ids], [0])[0, : len(theirs)].float()
+        return bool((ours - theirs).norm() > (0.05 if self.logit_dtype == torch.bfloat16 else 1e-3) * theirs.norm())
+
     def row_bytes(self, tokens):
         """Memory of a row with a prompt of its own and `tokens` tokens in all."""
         _, K, D, _ = self.shape
         return (len(self.layers) * 2 * K * D * tokens + 2 * self.width) * self.head_weight.element_size()
 
     def embed(self, tokens):
-        return self.embedding.weight[tokens]
+        return self.table[tokens]
 
     def prefill(self, prompts, slots, logits, rows, repeat):
         """Each prompt (a list of ids) once, its keys and values into its slot, its next-token logits into logits[rows], `repeat` rows a prompt."""
+        at_once = max(1, PREFILL_TOKENS // max(map(len, prompts)))
+        for i in range(0, len(prompts), at_once):
+            made = self._prefill(prompts[i : i + at_once], slots[i : i + at_once])
+            logits[rows[i * repeat : (i + at_once) * repeat]] = made.repeat_interleave(repeat, 0)
+
+    def _prefill(self, prompts, slots):
+        """Next-token logits (m, W) of m prompts, padded at the right: under causal attention nothing sees what follows it."""
         device, (H, K, D, _) = self.head_weight.device, self.shape
-        lengths = torch.tensor([len(p) for p in prompts])
-        m, P = len(prompts), int(lengths.max())
-        ids = torch.zeros(m, P, dtype=torch.long)
-        for i, p in enumerate(prompts):
-            ids[i, : len(p)] = torch.tensor(p)
-        ids, lengths, slots = ids.to(device), lengths.to(device), torch.tensor(slots, device=device)
+        ids, mask = pad_right(prompts, 0)
+        (m, P), lengths, slots = ids.shape, mask.sum(-1).to(device), torch.tensor(slots, device=device)
         self.slot_len[slots] = lengths
-        x = self.embed(ids.flatten())
+        x = self.embed(ids.to(device).flatten())
         cos, sin = self.cos[:P].repeat(m, 1), self.sin[:P].repeat(m, 1)
         change = torch.zeros_like(x)
         for w, prompt in zip(self.layers, self.prompt, strict=True):
@@ -309,8 +329,7 @@ class FastBackbone:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=K != H)
             x, change = self.out_of(*self.vary(x, attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape)
         last = torch.arange(m, device=device) * P + lengths - 1
-        made = self.head(*self.vary(x[last], change[last]), self.norm, self.shape.eps) @ self.head_weight.T
-        logits[rows] = made.repeat_interleave(repeat, 0)
+        return self.head(*self.vary(x[last], change[last]), self.norm, self.shape.eps) @ self.head_weight.T
 
     def decode(self, x, rows, logits, place):
         """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
@@ -328,19 +347,21 @@ class FastBackbone:
     def _decode_few(self, x, rows, own_len):
         """The same in five kernels a layer, where the time is that of reading each weight once and of starting kernels."""
         eps, counter = self.shape.eps, self.counter
-        x = Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
+        x = triton_kernels.Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
         for i, w in enumerate(self.layers):
-            q, k, v = heads(few_rows_linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
-            x = few_rows_linear(self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
-            inner = few_rows_linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
+            q, k, v = heads(triton_kernels.few_rows_linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
+            x = triton_kernels.few_rows_linear(self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
+            inner = triton_kernels.few_rows_linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
             following = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
-            x = few_rows_linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=following)
+            x = triton_kernels.few_rows_linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=following)
         return self.leave(*self.vary(x.scaled, x.squares), eps)
 
     def _attend(self, i, q, k, v, rows, own_len, place=None):
         tables, stored = (self.cos, self.sin), (self.prompt[i], self.own[i])
         if self.on_cuda:
-            return decode_attention(q, k, v, *tables, *stored, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter, self.scale)
+            return triton_kernels.decode_attention(
+                q, k, v, *tables, *stored, rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter, self.scale
+            )
         return attend(q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
 
     def vary(self, *tensors):
@@ -358,7 +379,3 @@ def vary(*tensors):
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensors
-
-
-if torch.cuda.is_available():
-    from triton_kernels import Normed, decode_attention, few_rows_linear

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backbones import FastBackbone, PlainBackbone, why_not
+from backbones import FastBackbone, PlainBackbone, triton_kernels, why_not
 from m3po_module import blend, cosines, products, weights_from_similarity
 from tokens import LOGIT_BLOCK, token_tables
 
@@ -389,11 +389,15 @@ class GroupDecoder:
         return slots
 
     def _choose_backbone(self):
-        reason = why_not(self.model) if self.fast else "asked for"
-        if reason is not None and self.fast:
+        reason, self.backbone = why_not(self.model) if self.fast else "", None
+        if reason is None:
+            self.backbone = FastBackbone(self.model, self.compiled and self.on_cuda)
+            reason = "its forward is not what its config says" if self.backbone.differs() else None
+        if reason:
             _say(f"decoder: the plain path, which is slower ({reason})")
-        self.backbone = PlainBackbone(self.model) if reason else FastBackbone(self.model, self.compiled and self.on_cuda)
-        self.captures = self.on_cuda and not reason
+        if reason is not None:
+            self.backbone = PlainBackbone(self.model)
+        self.captures = self.on_cuda and self.backbone.refills
         self.compiled = self.compiled and self.captures
 
     def _default_rows(self, tokens):
@@ -473,7 +477,3 @@ SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 
 def _say(text):
     if int(os.environ.get("RANK", 0)) == 0:
         print(text, flush=True)
-
-
-if torch.cuda.is_available():
-    import triton_kernels

@@ -197,7 +197,7 @@ def train(config):
     check_positions(policy, problems + held_out, config)
     refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
-    decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction)
+    decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
     scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
     ref_scorer = None if reference is None else Scorer(reference, decoder.tables, config.bf16)
     steps = steps_to_do(config, len(problems))

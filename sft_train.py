@@ -102,7 +102,7 @@ def train(config):
     if config.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
-    decoder = GroupDecoder(sampler, tokenizer)
+    decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
     scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
     total = steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)

@@ -325,3 +325,100 @@ def test_a_parameter_given_other_storage_is_taken_over(tokenizer, prompts):
     for target, source in zip(model.parameters(), other.parameters(), strict=True):
         target.data = source.data.clone()
     assert torch.equal(sampled(decoder, prompts).ids, sampled(GroupDecoder(other, tokenizer), prompts).ids)
+
+
+def columns(out):
+    return {name: getattr(out, name) for name in ("ids", "mask", "logp", "ended", "thinking", "mix", "input_change")}
+
+
+@pytest.mark.parametrize("similarity", ["distribution", "embedding", "mean"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, tokenizer, prompts):
+    """Rows that leave on the way, paths that stop thinking, sampling at a temperature: everything that a rollout records."""
+    model = build_model(family, tokenizer)
+    for lam in (0.0, 0.3):
+        decoders = [GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity), fast=fast) for fast in (True, False)]
+        for decoder in decoders:
+            decoder.tables.is_eos[3::25] = True  # more ends than two ids would give
+        fast, plain = (columns(sampled(d, prompts, G=6, length=60, temperature=0.9)) for d in decoders)
+        assert [d.backbone.refills for d in decoders] == [True, False]
+        assert 0.3 < fast["ended"].float().mean() < 1 or fast["mask"].sum(-1).float().std() > 5, "rows must leave at different times"
+        for name, value in fast.items():
+            assert (value is None) == (plain[name] is None), name
+            assert value is None or torch.allclose(value.float(), plain[name].float(), atol=1e-5), name
+
+
+@torch.no_grad()
+def test_prompts_that_take_the_place_of_ended_rows_are_answered_as_if_alone(llama, tokenizer, prompts):
+    many = [p[: 1 + i % len(p)] for i in range(8) for p in prompts]
+    fast, plain = GroupDecoder(llama, tokenizer), GroupDecoder(llama, tokenizer, fast=False)
+    for decoder in (fast, plain):
+        decoder.tables.is_eos[3::25] = True
+    done = []
+    for sampling in (dict(), dict(samples=3, temperature=0.8, seed=2)):
+        expected = plain.complete(many, 50, batch_rows=len(many) * 3, **sampling)
+        assert fast.complete(many, 50, batch_rows=9, progress=done.append, **sampling) == expected
+        assert fast.complete(many, 50, batch_rows=1, **sampling) == expected
+        assert len({len(ids) for answers in expected for ids, _ in answers}) > 5, "rows must end at different times"
+    assert sum(done) == 2 * len(many), "the bar counts every prompt once"
+
+
+@pytest.mark.parametrize(("family", "reason"), [("gemma3", "model type gemma3_text"), ("gpt2", "model type gpt2"), ("llama", None), ("odd", "forward")])
+@torch.no_grad()
+def test_a_model_that_the_fast_path_cannot_serve_says_so_in_one_line(family, reason, tokenizer, prompts, capsys):
+    model = build_model("llama" if family == "odd" else family, tokenizer)
+    if family == "odd":  # what its config does not tell
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    decoder = GroupDecoder(model, tokenizer)
+    sampled(decoder, prompts)
+    sampled(decoder, prompts)
+    said = capsys.readouterr().out.splitlines()
+    if reason is None:
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert "plain path" in said[0]
+        assert reason in said[0]
+
+
+@torch.no_grad()
+def test_a_model_is_saved_whole_after_its_weights_became_views(tokenizer, prompts, tmp_path):
+    for family in ("llama", "qwen2", "qwen3"):
+        model = build_model(family, tokenizer)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        sampled(GroupDecoder(model, tokenizer), prompts)
+        model.save_pretrained(tmp_path / family)
+        again = type(model).from_pretrained(tmp_path / family).state_dict()
+        assert set(again) == set(before)
+        assert all(torch.equal(again[name], value) for name, value in before.items())
+
+
+def random_batches(decoder, prompts, count):
+    """Rollouts of random sizes; yields the bytes of this process after each."""
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(count):
+        B, G, length = (int(torch.randint(1, high, (), generator=generator)) for high in (6, 7, 24))
+        out = sampled(decoder, prompts[:B], G, length, seed=trial, interact=bool(trial % 2))
+        eos = decoder.tables.is_eos[out.ids] & out.mask
+        assert (eos.sum(-1) == out.ended).all(), "EOS is counted once, and only in rows that ended"
+        assert (out.lengths[out.ended] - 1 == eos.long().argmax(-1)[out.ended]).all(), "and it is the last token that counts"
+        assert (out.lengths[~out.ended] == length).all()
+        with open("/proc/self/statm", encoding="ascii") as file:
+            yield int(file.read().split()[1]) * 4096
+
+
+@torch.no_grad()
+def test_rollouts_of_random_sizes_count_nothing_after_the_end(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    decoder.tables.is_eos[3::25] = True
+    assert len(list(random_batches(decoder, prompts, 60))) == 60
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_two_thousand_rollouts_of_random_sizes_leave_memory_flat(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    decoder.tables.is_eos[3::25] = True
+    used = list(random_batches(decoder, prompts, 2000))
+    assert max(used[1000:]) <= max(used[200:1000]) + 2**20
