@@ -247,6 +247,8 @@ class GroupDecoder:
         Temperature 0 is greedy. `batch_rows` rows are decoded at once, and prompts that wait take the place of those that have ended. A sample
         depends on its prompt's place and `seed`, not on what is decoded beside it.
         """
+        if not prompts:
+            return []
         uniforms = rollout_uniforms(seed, 0, 0, len(prompts) * samples, max_new_tokens) if temperature > 0 else None
         how = How(uniforms is None, top_k, top_p, False)
         out, lengths = self._decode(prompts, samples, max_new_tokens, uniforms, temperature or 1.0, how, batch_rows, progress)
@@ -284,8 +286,8 @@ class GroupDecoder:
                 if all(done):
                     n = self._size(min(self.batch, len(waiting) * samples))
                     lanes, done = [None] * n, [True] * n
-                asked.clear()
                 if self._admit(prompts, samples, waiting, lanes, done, slots, uniforms):
+                    asked.clear()
                     end = step + limit
             elif not waiting and (smaller := self._size(len(done) - free)) < len(done):
                 collect()
@@ -348,15 +350,16 @@ class GroupDecoder:
         """Where the paths of each group are; the number of rows where one has gone."""
         if not self.grouped:
             return
-        place = torch.full(self.place.shape, len(lanes))
+        slots, paths = self.place.shape
+        place = [[len(lanes)] * paths for _ in range(slots)]
         for r, lane in enumerate(lanes):
             if lane is not None:
-                place[lane.slot, lane.path] = r
-        self.place.copy_(place)
+                place[lane.slot][lane.path] = r
+        self.place.copy_(torch.tensor(place))
 
     def _size(self, n):
         """How many rows to decode n in: where steps are captured, one of a few numbers."""
-        return next((size for size in SIZES if size >= n), -(-n // 256) * 256) if self.captures else n
+        return next(size for size in sizes_up_to(n) if size >= n) if self.captures else n
 
     def _prepare(self, prompts, samples, limit, temperature, how, max_rows):
         """What is not there yet of backbone, storage and captured steps; returns the number of prompt slots."""
@@ -379,7 +382,7 @@ class GroupDecoder:
             tensor.fill_(value)
         if self.captures and how not in self.graphs:
             self.place.fill_(0)
-            sizes = [size for size in SIZES if size < self.reserved[0]] + [self.reserved[0]]
+            sizes = sizes_up_to(self.reserved[0])
             self.graphs[how] = self._capture(how, sizes)
             self.rows.t.zero_()
             torch.cuda.synchronize()
@@ -471,7 +474,12 @@ class GroupDecoder:
 
 
 COLUMNS = ("ids", "logp", "thinking", "input_change")
-SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448, 480, 512, 640, 768, 1024)
+
+
+def sizes_up_to(n):
+    """Numbers of rows that steps are captured for, up to the first that holds n: at most a fifth more than the rows there are, above 16."""
+    sizes = [8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, *range(256, max(n, 256) + 32, 32)]
+    return sizes[: next(i for i, size in enumerate(sizes) if size >= n) + 1]
 
 
 def _say(text):

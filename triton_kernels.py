@@ -13,7 +13,26 @@ from triton.language.extra import cuda
 
 LOG2_E = 1.4426950408889634
 # From Hopper on a kernel may start before the one ahead of it has ended, fetch what does not depend on it, and wait then (programmatic dependent launch).
+FETCH_BYTES = 2**24  # of a weight to come, at most: the card's cache holds 50 MB
 EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def _fetch(ptr, lines, LINES: tl.constexpr):
+    """Ask for weights that a later kernel reads to be brought into the card's cache; each program takes its share of the `lines` of 128 bytes."""
+    if LINES > 0:
+        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        line = tl.minimum(program * LINES + tl.arange(0, LINES), lines - 1)
+        at = ptr.to(tl.int64) + line.to(tl.int64) * 128
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def _to_fetch(ahead, programs):
+    """The arguments of `_fetch`: where, how many lines in all, how many a program (a power of two)."""
+    if ahead is None or not EARLY:
+        return 0, 0
+    lines = min(ahead.numel() * ahead.element_size(), FETCH_BYTES) // 128
+    return lines, triton.next_power_of_2(triton.cdiv(lines, programs))
 
 
 @triton.jit
@@ -43,10 +62,12 @@ def _rotated(ptr, at, partner, cos, sin, real):
     return tl.load(ptr + at, mask=real, other=0.0).to(tl.float32) * cos + tl.load(ptr + partner, mask=real, other=0.0).to(tl.float32) * sin
 
 
-@triton.jit
-def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr, sin_ptr, prompt_k, prompt_v, own_k, own_v, slot, home, prompt_len, own_len,
-                      done, out_ptr, part_acc, part_sum, counter, scale, P, T, HEADS: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["lines"])
+def _decode_attention(ahead_ptr, lines, q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr, sin_ptr, prompt_k, prompt_v, own_k, own_v, slot, home,
+                      prompt_len, own_len, done, out_ptr, part_acc, part_sum, counter, scale, P, T, HEADS: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr,
+                      EARLY: tl.constexpr):  # fmt: skip
+    _fetch(ahead_ptr, lines, LINES)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -110,7 +131,9 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, block=64, warps=4, stages=3, parts=None):
+def decode_attention(
+    q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, ahead=None, block=64, warps=4, stages=3, parts=None
+):
     """One new token a row over its prompt and what it has said: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D) and own (2, R, K, T, D) are read at slot (n,) and home (n,), as far as prompt_len and own_len say; cos and sin are rotary
@@ -124,36 +147,27 @@ def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own
     queries, width = max(16, triton.next_power_of_2(H // K)), max(16, triton.next_power_of_2(D))
     out = torch.empty(n, H * D, dtype=q.dtype, device=q.device)
     part_acc, part_sum = (torch.empty(n * K * parts, queries, size, device=q.device) for size in (width, 2))
+    lines, share = _to_fetch(ahead, n * K * parts)
     _decode_attention[(n, K, parts)](
-        q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home, prompt_len, own_len, done, out,
-        part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width,
-        BLOCK=block, PARTS=parts, EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
+        q if ahead is None else ahead, lines, q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home,
+        prompt_len, own_len, done, out, part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries,
+        WIDTH=width, BLOCK=block, PARTS=parts, LINES=share, EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
 
-@triton.jit
-def _ahead(weight_ptr, column, first, F, E, LINES: tl.constexpr):
-    """Ask for a part of the weight to be brought into the card's cache: rows `column`, LINES times 64 numbers from `first` on."""
-    k = tl.minimum(first + 64 * tl.arange(0, LINES), E - 1)
-    at = (weight_ptr + tl.minimum(column, F - 1)[:, None] * E + k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit(do_not_specialize=["n", "tiles_of_squares"])
-def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, part_ptr, counter, n, F, E, eps,
-            NORMED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr,
-            COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["n", "tiles_of_squares", "lines"])
+def _linear(ahead_ptr, lines, a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, part_ptr,
+            counter, n, F, E, eps, NORMED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, SQUARES: tl.constexpr,
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, column = block * ROWS + tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)
     kind = a_ptr.dtype.element_ty
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     other = tl.zeros((ROWS, COLUMNS), tl.float32)
     share = tl.cdiv(tl.cdiv(E, PARTS), SPAN) * SPAN
+    _fetch(ahead_ptr, lines, LINES)
     if EARLY:
-        _ahead(weight_ptr, column, part * share, F, E, LINES)
-        if GATED:
-            _ahead(weight_ptr + F * E, column, part * share, F, E, LINES)
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     for start in range(part * share, tl.minimum((part + 1) * share, E), SPAN):
@@ -207,12 +221,13 @@ class Normed(NamedTuple):
     squares: torch.Tensor  # (n, parts), sums of squares of x
 
 
-def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=None, eps=0.0, parts=None, warps=4):
+def few_rows_linear(a, weight, bias, counter, ahead=None, gated=False, residual=None, norm=None, eps=0.0, parts=None, warps=4):
     """a @ weight.T + bias for few rows, with what stands before and behind it: a (n, E) or Normed, weight (F, E) -> (n, F), or Normed (n, F).
 
     A norm divides each row by one number, which can stand behind the product. `gated`: the weight is gate and up, one below the other, and the
     result silu(gate) * up, half as wide. `residual` (n, F): the result is added to it, and prepared for the norm of weight `norm` that follows.
     Each weight is read once, and where its rows are few for the card their length is cut into `parts`; `counter` is int32, zero, and is left so.
+    `ahead`: a weight to fetch for a later kernel.
     """
     normed = isinstance(a, Normed)
     squares, a = (a.squares, a.scaled) if normed else (weight, a)
@@ -226,11 +241,12 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
     scaled = torch.empty_like(out) if residual is not None else out
     new_squares = torch.empty(n, tiles if residual is not None else 1, device=a.device)
     scratch = torch.empty(parts * tiles * blocks * rows * columns if parts > 1 else 1, device=a.device)
+    lines, share = _to_fetch(ahead, tiles * blocks * parts)
     _linear[(tiles, blocks, parts)](
-        a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual, weight if norm is None else norm, out,
-        scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated, RESIDUAL=residual is not None,
-        SQUARES=triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span, PARTS=parts,
-        LINES=triton.next_power_of_2(triton.cdiv(triton.cdiv(E, parts), 64)), EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
+        weight if ahead is None else ahead, lines, a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual,
+        weight if norm is None else norm, out, scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated,
+        RESIDUAL=residual is not None, SQUARES=triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span,
+        PARTS=parts, LINES=share, EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out if residual is None else Normed(out, scaled, new_squares)
 
@@ -298,7 +314,7 @@ def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns
     row = tl.load(place + group * G + path, mask=path < G, other=n)
     here = row < n
     thinks = (tl.load(thinking + row, mask=here, other=0) != 0) & here  # (SLOTS, 1)
-    said = tl.load(t + row, mask=here, other=1) - 1
+    said = tl.maximum(tl.load(t + row, mask=here, other=1) - 1, 0)
     e = tl.arange(0, WIDTH)[None, :]
     listens = thinks & (tl.sum(thinks.to(tl.int32)) > 1)
     if tl.sum(thinks.to(tl.int32)) > 1:

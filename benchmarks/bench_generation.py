@@ -1,17 +1,20 @@
-"""Rollouts against their peers and against the memory floor, on one card and in one run.
+"""Rollouts against their peers and against the memory floor, on one card and in one run; on a machine without one, against `generate` on the CPU.
 
     python benchmarks/bench_generation.py [--model DIR --data FOLDER] [--peers false]
 
-Random weights at real sizes, prompts of 128 tokens, 256 new ones, temperature 1, bf16; the card's own copy and matrix rates give the floor.
+On a GPU: random weights at real sizes, prompts of 128 tokens, 256 new ones, temperature 1, bf16; the card's own copy and matrix rates give the floor.
 `--model` and `--data` (a folder with test.jsonl) add the evaluation of a real model. The tokenizer's first id is EOS and a draw of 0 picks the
-first id: that is how a row is made to end at a length given beforehand, without a change to the decoder.
+first id: that is how a row is made to end at a length given beforehand, without a change to the decoder. On the CPU: the embedded model, and
+`--model` where it is given, in float32.
 """
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 from common import ROOT, write_results
 
@@ -20,7 +23,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from data import encode_prompts, load_problems
+from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from rewards import ANSWER_FORMATS
 from training import load_model, load_tokenizer
@@ -49,12 +52,17 @@ def clock(function, repeat=3):
     """Median seconds of `repeat` warm calls."""
     seconds = []
     for _ in range(repeat):
-        torch.cuda.synchronize()
+        wait()
         started = time.perf_counter()
         function()
-        torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def wait():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def card_rates():
@@ -176,20 +184,29 @@ def agreement(name, fast, plain, prompts, emit):
     emit(name, "largest_gap_at_divergence", max(gaps, default=0.0), "nats")
 
 
-@torch.no_grad()
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
-    parser.add_argument("--data")
-    parser.add_argument("--peers", default="true", choices=["true", "false"])
-    parser.add_argument("--compiled", default="true", choices=["true", "false"])
-    args = parser.parse_args()
-    rows = []
+def cpu_case(case, name, prompts, G, length, threads, emit):
+    """float32 on the CPU: ours with and without M3PO, and `generate` on the same rows."""
+    torch.set_num_threads(threads)
+    tokenizer = load_tokenizer(name)
+    model = load_model(name, tokenizer, torch.float32, torch.device("cpu")).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids, mask = pad_left([torch.randint(5, 50, (24 + 8 * (i % 4),), generator=generator).tolist() for i in range(prompts)], tokenizer.pad_token_id)
+    uniforms, rows = rollout_uniforms(0, 0, 0, prompts * G, length), prompts * G
+    decoder = GroupDecoder(model, tokenizer, "</reasoning>", Interaction(0.1, 0.1))
+    decoder.tables.is_eos[:] = False  # every row goes on to the limit
+    repeated, kept = ids.repeat_interleave(G, 0), mask.repeat_interleave(G, 0).long()
+    sampling = dict(max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
+    ways = {
+        "tokens_per_s": lambda: decoder.rollout(ids, mask, G, length, uniforms, interact=False),
+        "tokens_per_s_m3po": lambda: decoder.rollout(ids, mask, G, length, uniforms),
+        "generate_tokens_per_s": lambda: model.generate(input_ids=repeated, attention_mask=kept, **sampling),
+    }
+    for metric, way in ways.items():
+        way()
+        emit(case, metric, rows * length / clock(way), "tokens/s")
 
-    def emit(case, metric, value, unit):
-        rows.append((case, metric, round(value, 4) if isinstance(value, float) else value, unit))
-        print(*rows[-1], flush=True)
 
+def gpu_cases(args, emit):
     rates = card_rates()
     emit("card", "copy_rate", rates[0] / 1e12, "TB/s")
     emit("card", "matrix_rate", rates[1] / 1e12, "TFLOP/s")
@@ -204,7 +221,30 @@ def main():
         del decoder
     if args.model:
         gsm8k_case("gsm8k-test", args.model, args.data, emit)
-    write_results("bench_generation", rows)
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--data")
+    parser.add_argument("--peers", default="true", choices=["true", "false"])
+    parser.add_argument("--compiled", default="true", choices=["true", "false"])
+    args = parser.parse_args()
+    rows = []
+
+    def emit(case, metric, value, unit):
+        rows.append((case, metric, round(value, 4) if isinstance(value, float) else value, unit))
+        print(*rows[-1], flush=True)
+
+    if torch.cuda.is_available():
+        gpu_cases(args, emit)
+        write_results("bench_generation", rows)
+    else:
+        cpu_case("cpu-tiny-32x8", "tiny", 32, 8, 40, 1, emit)
+        if args.model:
+            cpu_case(f"cpu-{Path(args.model).name}-4x8", args.model, 4, 8, 64, os.cpu_count(), emit)
+        write_results("bench_generation_cpu", rows)
 
 
 if __name__ == "__main__":
