@@ -12,9 +12,10 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 LOG2_E = 1.4426950408889634
-# From Hopper on a kernel may start before the one ahead of it has ended, fetch what does not depend on it, and wait then (programmatic dependent launch).
-FETCH_BYTES = 2**24  # of a weight to come, at most: the card's cache holds 50 MB
-EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+ON_CARD = torch.cuda.is_available()
+FETCH_BYTES = 2**24 if ON_CARD else 0  # of a weight to come, at most: the card's cache holds 50 MB
+# From Hopper on a kernel may be started before the one ahead of it has ended, and wait for it then (programmatic dependent launch).
+EARLY = ON_CARD and torch.cuda.get_device_capability()[0] >= 9
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _fetch(ptr, lines, LINES: tl.constexpr):
 
 def _to_fetch(ahead, programs):
     """The arguments of `_fetch`: where, how many lines in all, how many a program (a power of two)."""
-    if ahead is None or not EARLY:
+    if ahead is None or FETCH_BYTES == 0:
         return 0, 0
     lines = min(ahead.numel() * ahead.element_size(), FETCH_BYTES) // 128
     return lines, triton.next_power_of_2(triton.cdiv(lines, programs))

@@ -72,7 +72,45 @@ def scoring():
     return table(["case", "sequences", "tokens", "ours: largest / mean", "plain ids: largest / mean", "made by"], rows)
 
 
-TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring)}
+def bench_generation_cpu():
+    cases, result = values("bench_generation_cpu")
+    rows = [[case, *(f"{m[k]:,.0f}" for k in ("tokens_per_s", "tokens_per_s_m3po", "generate_tokens_per_s"))] for case, m in cases.items()]
+    return table(["tokens a second", "ours", "ours, M3PO", "`generate`"], rows) + f"\n\n`{where(result)}`."
+
+
+def bench_generation():
+    """Of our own numbers both: without and with M3PO."""
+    cases, result = values("bench_generation")
+    rates, rollouts = cases["card"], {case: m for case, m in cases.items() if "floor_ms_per_step" in m}
+    rows = []
+    for case, m in rollouts.items():
+        ours = [f"{m[k]:,.0f} / {m[f'{k}_m3po']:,.0f}" for k in ("tokens_per_s",)] + [
+            f"{m[k]:.2f} / {m[f'{k}_m3po']:.2f}" for k in ("ms_per_step", "step_over_floor")
+        ]
+        peers = [f"{m[k]:,.0f}" if k in m else "" for k in ("generate_tokens_per_s", "continuous_batching_tokens_per_s")]
+        rows.append([case, *ours, f"{m['floor_ms_per_step']:.2f}", *peers, f"{m['peak_gib']:.1f}"])
+    header = ["case", "tokens/s", "ms a step", "step over floor", "floor, ms", "`generate` tokens/s", "continuous batching tokens/s", "peak GiB"]
+    text = table(header, rows) + "\n\nEach of ours without / with M3PO."
+    for case, m in cases.items():
+        if "useful_share" in m:
+            text += (
+                f" `{case}`: with lengths like GSM8K's (mean {m['mean_length']:.0f}, 95th percentile {m['percentile_95_length']:.0f}, limit 400) "
+                f"{m['useful_tokens_per_s']:,.0f} / {m['useful_tokens_per_s_m3po']:,.0f} useful tokens a second, {m['useful_share']:.2f} / "
+                f"{m['useful_share_m3po']:.2f} of what the same rows give when all are 130 long."
+            )
+        if case == "gsm8k-test":
+            text += (
+                f" `{case}`: {m['questions']} questions, greedy, limit 300, Qwen2.5-Coder-0.5B-Instruct, {m['seconds']:.1f} s; "
+                f"{m['greedy_agreement_with_plain']:.4f} of the tokens up to the first difference are those of the plain path, and where they differ "
+                f"the two candidates were at most {m['largest_gap_at_divergence']:.2f} nats apart."
+            )
+    setup = ", ".join(f"{m['setup_seconds']:.0f} s ({case})" for case, m in cases.items() if "setup_seconds" in m)
+    return text + (
+        f" Set-up once a process: {setup}. The card copies {rates['copy_rate']:.2f} TB/s and multiplies {rates['matrix_rate']:.0f} TFLOP/s. `{where(result)}`."
+    )
+
+
+TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring, bench_generation, bench_generation_cpu)}
 
 
 def rendered(readme):
