@@ -349,12 +349,12 @@ class FastBackbone:
         eps, counter, linear = self.shape.eps, self.counter, triton_kernels.few_rows_linear
         x = triton_kernels.Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
         for i, w in enumerate(self.layers):
-            following = self.layers[i + 1] if i + 1 < len(self.layers) else None
-            norm, ahead = (self.norm, None) if following is None else (following.norm_in, following.qkv)
+            following = self.layers[(i + 1) % len(self.layers)]
+            norm = self.norm if i + 1 == len(self.layers) else following.norm_in
             q, k, v = heads(linear(x, w.qkv, w.qkv_bias, counter, ahead=w.o, eps=eps), w, self.shape)
             x = linear(self._attend(i, q, k, v, rows, own_len, ahead=w.gate_up), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
             inner = linear(x, w.gate_up, w.gate_up_bias, counter, ahead=w.down, gated=True, eps=eps)
-            x = linear(inner, w.down, w.down_bias, counter, ahead=ahead, residual=x.x, norm=norm)
+            x = linear(inner, w.down, w.down_bias, counter, ahead=following.qkv, residual=x.x, norm=norm)
         return self.leave(*self.vary(x.scaled, x.squares), eps)
 
     def _attend(self, i, q, k, v, rows, own_len, place=None, ahead=None):

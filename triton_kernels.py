@@ -28,11 +28,9 @@ def _fetch(ptr, lines, LINES: tl.constexpr):
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def _to_fetch(ahead, programs):
-    """The arguments of `_fetch`: where, how many lines in all, how many a program (a power of two)."""
-    if ahead is None or FETCH_BYTES == 0:
-        return 0, 0
-    lines = min(ahead.numel() * ahead.element_size(), FETCH_BYTES) // 128
+def _lines(ahead, programs):
+    """The arguments of `_fetch`: how many lines in all, and how many a program where there are `programs` of them (a power of two)."""
+    lines = 0 if ahead is None else min(ahead.numel() * ahead.element_size(), FETCH_BYTES) // 128
     return lines, triton.next_power_of_2(triton.cdiv(lines, programs))
 
 
@@ -148,7 +146,7 @@ def decode_attention(
     queries, width = max(16, triton.next_power_of_2(H // K)), max(16, triton.next_power_of_2(D))
     out = torch.empty(n, H * D, dtype=q.dtype, device=q.device)
     part_acc, part_sum = (torch.empty(n * K * parts, queries, size, device=q.device) for size in (width, 2))
-    lines, share = _to_fetch(ahead, n * K * parts)
+    lines, share = _lines(ahead, 256)  # about as many programs as there are, whatever n is: one kernel to compile
     _decode_attention[(n, K, parts)](
         q if ahead is None else ahead, lines, q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home,
         prompt_len, own_len, done, out, part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries,
@@ -242,7 +240,7 @@ def few_rows_linear(a, weight, bias, counter, ahead=None, gated=False, residual=
     scaled = torch.empty_like(out) if residual is not None else out
     new_squares = torch.empty(n, tiles if residual is not None else 1, device=a.device)
     scratch = torch.empty(parts * tiles * blocks * rows * columns if parts > 1 else 1, device=a.device)
-    lines, share = _to_fetch(ahead, tiles * blocks * parts)
+    lines, share = _lines(ahead, tiles * parts)
     _linear[(tiles, blocks, parts)](
         weight if ahead is None else ahead, lines, a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual,
         weight if norm is None else norm, out, scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated,
