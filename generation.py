@@ -77,6 +77,7 @@ def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block
     """
     if logits.shape[-1] % block:
         logits = F.pad(logits, (0, -logits.shape[-1] % block), value=IMPOSSIBLE)
+    sharpness = temperature
     if top_k > 0 or top_p < 1:
         logits, temperature = keep_top(_scores(logits, temperature, real), top_k, top_p), 1.0
     blocks = _scores(logits, temperature, real).view(logits.shape[0], -1, block)
@@ -88,7 +89,7 @@ def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block
     inside = _scores(logits.gather(1, ids), temperature, None if real is None else real[ids])
     place = inside.argmax(-1, keepdim=True) if uniforms is None else _first_beyond((inside - inside.amax(-1, keepdim=True)).exp(), rest)[0]
     logp = inside.gather(1, place) - top - mass.sum(-1, keepdim=True).log()
-    return ids.gather(1, place).squeeze(1), logp.squeeze(1), (top * temperature).squeeze(1)
+    return ids.gather(1, place).squeeze(1), logp.squeeze(1), (top * sharpness).squeeze(1)
 
 
 def _scores(logits, temperature, real):
@@ -100,8 +101,10 @@ def _first_beyond(weights, fraction):
     """Index (n, 1) of the first weight whose running sum passes fraction (n, 1) of the whole, and how far into that weight it lies."""
     ends = weights.cumsum(-1)
     target = fraction * ends[:, -1:]
-    last = torch.where(weights > 0, torch.arange(weights.shape[-1], device=weights.device), 0).amax(-1, keepdim=True)
-    index = torch.minimum((ends <= target).sum(-1, keepdim=True), last)  # rounding can carry u * sum to the sum itself
+    place = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, place, 0).amax(-1, keepdim=True)  # rounding can carry u * sum to the sum itself
+    # sums made in parallel are not quite monotone: one may pass the target at a weight of 0
+    index = torch.where((ends > target) & (weights > 0), place, last).amin(-1, keepdim=True)
     here = weights.gather(-1, index)
     return index, ((target - (ends.gather(-1, index) - here)) / here).clamp(0, 1)
 
@@ -207,7 +210,7 @@ class GroupDecoder:
         self.tables = token_tables(tokenizer, model, think_end)
         self.on_cuda, self.fast, self.compiled = model.device.type == "cuda", fast, compiled
         self.check_every = 4 if self.on_cuda else 1  # steps between looks at who is done
-        self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 6, {}, 0.0
+        self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 7, {}, 0.0
 
     @torch.no_grad()
     def rollout(self, prompt_ids, prompt_mask, num_generations=1, max_new_tokens=256, uniforms=None, temperature=1.0, top_k=0, top_p=1.0, interact=True):
@@ -258,6 +261,8 @@ class GroupDecoder:
 
     def _decode(self, prompts, samples, limit, uniforms, temperature, how, max_rows=None, progress=None):
         """Decode `samples` rows for each prompt. Returns the columns of Rows, and `ended`, over all sequences in order, and lengths (sequences,)."""
+        assert limit >= 1, "a completion must have room for a token"
+        assert all(prompts), "a prompt must have a token"
         slots = self._prepare(prompts, samples, limit, temperature, how, max_rows)
         total, rows = len(prompts) * samples, self.rows
         out = {name: getattr(rows, name).new_zeros(total, limit) for name in COLUMNS} | {"ended": rows.ended.new_zeros(total)}
@@ -368,18 +373,24 @@ class GroupDecoder:
             self._choose_backbone()
         self.backbone.hold()
         longest, total = max(map(len, prompts)), len(prompts) * samples
-        self.batch = min(max_rows or self._default_rows(longest + limit), total) // samples * samples or samples
-        slots = self.batch // samples * (1 if samples == 1 or self.batch == total else 2)
+        batch = min(max_rows or self._default_rows(longest + limit), total) // samples * samples or samples
+        self.batch = batch = min(self._size(batch), total) // samples * samples  # no row that is captured stands empty while prompts wait
+        slots = batch // samples * (1 if samples == 1 or batch == total else 2)
         self.grouped = grouped = how.interacts or not self.captures  # captured steps need the groups' places for the interaction only
-        needed = (self._size(self.batch), slots, -(-longest // 64) * 64, limit, slots if grouped else 1, samples if grouped else 1)
+        groups = (slots, samples) if grouped else (1, 1)
+        needed = (self._size(batch), slots, -(-longest // 64) * 64, limit, *groups, limit if how.interacts else 0)
         if any(have < need for have, need in zip(self.reserved, needed, strict=True)):
             self._reserve(tuple(map(max, self.reserved, needed)))
         self.place, self.mix = self.all_places, self.all_mix
         if not self.captures:
             self.place, self.mix = self.place[:slots, :samples], self.mix[:slots, :, :samples, :samples]
-        torch.arange(len(self.rows.home), out=self.rows.home)
-        for tensor, value in ((self.rows.done, True), (self.rows.t, 0), (self.temperature, temperature), (self.limit, limit), (self.mix, 0)):
-            tensor.fill_(value)
+        rows = self.rows
+        torch.arange(len(rows.home), out=rows.home)
+        for tensor in (rows.t, rows.slot, rows.path, rows.input_change, self.mix):  # nothing of an earlier call, in nobody's rows too
+            tensor.zero_()
+        rows.done.fill_(True)
+        self.temperature.fill_(temperature)
+        self.limit.fill_(limit)
         if self.captures and how not in self.graphs:
             self.place.fill_(0)
             sizes = sizes_up_to(self.reserved[0])
@@ -410,18 +421,20 @@ class GroupDecoder:
         return max(8, min(512, max(self.reserved[0], int(torch.cuda.mem_get_info(self.device)[0] / 2 / self.backbone.row_bytes(tokens)))))
 
     def _reserve(self, sizes):
-        """Storage for R rows, S prompt slots, P prompt and T completion tokens, B groups of G that interact. Captured steps hold on to the old."""
-        R, S, P, T, B, G = self.reserved = sizes
-        self.graphs, self.rows = {}, None
+        """Storage for R rows, S prompt slots, P prompt and T completion tokens, B groups of G that interact for M tokens; the old is let go first."""
+        self.reserved, self.graphs, self.rows = (0,) * 7, {}, None
+        self.place = self.mix = self.all_places = self.all_mix = None
+        R, S, P, T, B, G, M = sizes
         device, W = self.device, self.backbone.width
         kinds = dict(ids=torch.long, logp=torch.float32, thinking=torch.bool, input_change=torch.float32, uniforms=torch.float32, t=torch.long,
                      state=torch.long, ended=torch.bool, done=torch.bool, prompt_len=torch.long, slot=torch.long, path=torch.long, home=torch.long,
                      logits=self.backbone.logit_dtype)  # fmt: skip
         widths = dict.fromkeys((*COLUMNS, "uniforms"), (T + 1,)) | {"logits": (W,)}
         self.rows = Rows(**{name: torch.zeros(R, *widths.get(name, ()), dtype=kind, device=device) for name, kind in kinds.items()})
-        self.all_places, self.all_mix = torch.zeros(B, G, dtype=torch.long, device=device), torch.zeros(B, T, G, G, device=device)
+        self.all_places, self.all_mix = torch.zeros(B, G, dtype=torch.long, device=device), torch.zeros(B, M, G, G, device=device)
         self.temperature, self.limit = torch.ones((), device=device), torch.zeros((), dtype=torch.long, device=device)
         self.backbone.reserve(R, S, P, T)
+        self.reserved = sizes
 
     def _capture(self, how, sizes):
         """CUDA graphs of the step for each number of rows; nobody's rows are decoded, so nothing changes but scratch."""

@@ -381,7 +381,8 @@ def _first_beyond(weights, index, fraction):
     """The first place whose running sum passes `fraction` of the whole, how far into it that lies; never one of weight 0."""
     ends = tl.cumsum(weights, 0)
     target = fraction * tl.max(ends, 0)
-    place = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), tl.max(tl.where(weights > 0, index, 0), 0))
+    last = tl.max(tl.where(weights > 0, index, 0), 0)
+    place = tl.min(tl.where((ends > target) & (weights > 0), index, last), 0)
     here, end = tl.sum(tl.where(index == place, weights, 0.0), 0), tl.sum(tl.where(index == place, ends, 0.0), 0)
     return place, tl.minimum(tl.maximum((target - (end - here)) / here, 0.0), 1.0)
 
@@ -396,7 +397,7 @@ def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms
     top = tl.max(block_tops, 0)
     mass = tl.load(block_mass + row * blocks + index, mask=index < blocks, other=0.0) * tl.exp(block_tops - top)
     if GREEDY:
-        which, rest = tl.min(tl.where(block_tops == top, index, WIDTH - 1), 0), 0.0
+        which, rest = tl.minimum(tl.min(tl.where(block_tops == top, index, WIDTH - 1), 0), blocks - 1), 0.0  # nowhere, where all is NaN
     else:
         which, rest = _first_beyond(mass, index, tl.load(uniforms + row * columns + t))
     id = which * BLOCK + inner
@@ -406,7 +407,7 @@ def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms
         place = tl.min(tl.where(score == inside_top, inner, BLOCK - 1), 0)
     else:
         place, rest = _first_beyond(tl.exp(score - inside_top), inner, rest)
-    token = tl.where(done, pad_id, which * BLOCK + place).to(tl.int64)
+    token = tl.where(done, pad_id, tl.minimum(which * BLOCK + place, V - 1)).to(tl.int64)
     logp = tl.where(done, 0.0, tl.sum(tl.where(inner == place, score, 0.0), 0) - top - tl.log(tl.sum(mass, 0)))
     state = tl.load(next_state + tl.load(state_ptr + row) * V + token)
     eos = (tl.load(is_eos + token) != 0) & (done == 0)

@@ -254,6 +254,16 @@ def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
     assert torch.equal(draw(padded, None, 0.7, torch.nn.functional.pad(real, (0, 71)))[0], probs.argmax(-1))
 
 
+def test_a_draw_is_never_of_weight_zero_and_its_top_is_that_of_temperature_one():
+    logits = torch.full((3, 256), -1e30)
+    logits[:, 10], logits[:, 200] = 10.0, 10.0
+    for u in (0.0, 0.4999999, 0.5, 0.5000001, 1.0):
+        tokens, logp, top = draw(logits, torch.full((3,), u), 0.5, top_p=0.99)
+        assert set(tokens.tolist()) <= {10, 200}
+        assert torch.allclose(logp, torch.tensor(0.5).log())
+        assert torch.allclose(top, torch.tensor(10.0)), "which M3PO compares distributions by"
+
+
 def test_no_two_rows_share_draws_and_the_draws_depend_on_seed_step_and_retry():
     """TRL PR#2824: every process drew the same completions."""
     first = rollout_uniforms(1, 2, 0, 64, 32)
@@ -306,6 +316,7 @@ def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, p
     """And so is nothing else of the rollout before: columns, cache and states are those of a decoder just made."""
     model, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam))
+    decoder.complete(prompts * 3, 50)
     before = sampled(decoder, prompts, length=40)
     assert torch.equal(before.ids, sampled(decoder, prompts, length=40).ids)
     for target, source in zip(model.parameters(), other.parameters(), strict=True):
@@ -422,3 +433,25 @@ def test_two_thousand_rollouts_of_random_sizes_leave_memory_flat(llama, tokenize
     decoder.tables.is_eos[3::25] = True
     used = list(random_batches(decoder, prompts, 2000))
     assert max(used[1000:]) <= max(used[200:1000]) + 2**20
+
+
+@torch.no_grad()
+def test_nothing_to_say_or_to_ask_is_an_error_and_no_prompts_are_no_answers(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer)
+    assert decoder.complete([], 5) == []
+    with pytest.raises(AssertionError, match="room for a token"):
+        decoder.complete(prompts, 0)
+    with pytest.raises(AssertionError, match="prompt must have a token"):
+        decoder.complete([*prompts, []], 5)
+
+
+@torch.no_grad()
+def test_storage_that_could_not_be_had_is_asked_for_again(llama, tokenizer, prompts, monkeypatch):
+    decoder = GroupDecoder(llama, tokenizer)
+    expected = decoder.complete(prompts, 8)
+    reserve = decoder.backbone.reserve
+    monkeypatch.setattr(decoder.backbone, "reserve", lambda *sizes: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(torch.OutOfMemoryError):
+        decoder.complete(prompts, 30)
+    monkeypatch.setattr(decoder.backbone, "reserve", reserve)
+    assert decoder.complete(prompts, 8) == expected

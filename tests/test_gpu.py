@@ -67,6 +67,21 @@ def test_captured_steps_give_the_samples_of_the_plain_path(family, compiled, tok
         assert torch.equal(a.thinking[same], b.thinking[same])
 
 
+@pytest.mark.parametrize("similarity", ["distribution", "embedding", "mean"])
+@torch.no_grad()
+def test_rows_that_stand_empty_in_a_captured_step_hold_nothing_of_an_earlier_call(similarity, tokenizer, prompts):
+    """20 rows are decoded in 24: four are nobody's, and kept the prompt slots of an evaluation before."""
+    model = build_model("llama", tokenizer).cuda()
+    decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), compiled=False)
+    first = sampled(decoder, prompts, G=4)
+    decoder.complete(prompts * 6, 12)
+    again = sampled(decoder, prompts, G=4)
+    plain = sampled(GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), fast=False), prompts, G=4)
+    assert torch.equal(first.ids, again.ids)
+    assert torch.equal(first.input_change, again.input_change)
+    assert (first.ids == plain.ids).float().mean() > 0.99
+
+
 @torch.no_grad()
 def test_weights_changed_in_place_are_seen_by_the_next_captured_rollout(tokenizer, prompts):
     model = build_model("qwen2", tokenizer).cuda()
