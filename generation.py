@@ -380,7 +380,9 @@ class GroupDecoder:
         groups = (slots, samples) if grouped else (1, 1)
         needed = (self._size(batch), slots, -(-longest // 64) * 64, limit, *groups, limit if how.interacts else 0)
         if any(have < need for have, need in zip(self.reserved, needed, strict=True)):
-            self._reserve(tuple(map(max, self.reserved, needed)))
+            both, ways = tuple(map(max, self.reserved, needed)), ((0, 3), (1, 2))  # rows x completions, slots x prompts
+            wasteful = any(both[a] * both[b] > 2 * max(self.reserved[a] * self.reserved[b], needed[a] * needed[b]) for a, b in ways)
+            self._reserve(needed if wasteful else both)
         self.place, self.mix = self.all_places, self.all_mix
         if not self.captures:
             self.place, self.mix = self.place[:slots, :samples], self.mix[:slots, :, :samples, :samples]

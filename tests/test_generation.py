@@ -455,3 +455,14 @@ def test_storage_that_could_not_be_had_is_asked_for_again(llama, tokenizer, prom
         decoder.complete(prompts, 30)
     monkeypatch.setattr(decoder.backbone, "reserve", reserve)
     assert decoder.complete(prompts, 8) == expected
+
+
+@torch.no_grad()
+def test_storage_serves_calls_alike_and_is_not_the_product_of_calls_that_differ(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer)
+    decoder.complete(prompts * 20, 8, batch_rows=100)
+    decoder.complete(prompts * 20, 10, batch_rows=60)
+    assert decoder.reserved[0] == 100, "what is there is kept where it serves"
+    assert decoder.reserved[3] == 10
+    decoder.complete(prompts[:1], 400)
+    assert decoder.reserved[0] * decoder.reserved[3] <= 2 * 1000
