@@ -7,7 +7,7 @@ import torch
 
 from conftest import build_model
 from data import pad_left
-from generation import GroupDecoder, Interaction, draw, keep_top, rollout_uniforms
+from generation import GroupDecoder, Interaction, _first_beyond, draw, keep_top, rollout_uniforms
 from tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
 
 T = 24
@@ -436,6 +436,26 @@ def test_two_thousand_rollouts_of_random_sizes_leave_memory_flat(llama, tokenize
 
 
 @torch.no_grad()
+def test_what_nobody_writes_in_a_rollout_is_zero_and_not_of_the_one_before(llama, tokenizer, prompts):
+    """The last token of a row that the limit cuts off is no input any more: nobody is heard in it."""
+    decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
+    decoder.tables.is_eos[:] = False
+    before = sampled(decoder, prompts, length=20)
+    assert before.mix[:, 9].any()
+    assert before.input_change[:, 9].any()
+    after = sampled(decoder, prompts, length=10)
+    assert not after.mix[:, 9].any()
+    assert not after.input_change[:, 9].any()
+
+
+def test_sums_that_are_not_quite_monotone_draw_nothing_impossible(monkeypatch):
+    """Made in parallel, a running sum may rise a little over a weight of 0, here between the second token and the third."""
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.25, 0.5, 0.500001, 1.0]]).expand(len(self), 4))
+    index, _ = _first_beyond(torch.tensor([[0.25, 0.25, 0.0, 0.5]]), torch.tensor([[0.5000005]]))
+    assert int(index) == 3
+
+
+@torch.no_grad()
 def test_nothing_to_say_or_to_ask_is_an_error_and_no_prompts_are_no_answers(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer)
     assert decoder.complete([], 5) == []
@@ -455,6 +475,7 @@ def test_storage_that_could_not_be_had_is_asked_for_again(llama, tokenizer, prom
         decoder.complete(prompts, 30)
     monkeypatch.setattr(decoder.backbone, "reserve", reserve)
     assert decoder.complete(prompts, 8) == expected
+    assert decoder.complete(prompts, 30) == GroupDecoder(llama, tokenizer).complete(prompts, 30)
 
 
 @torch.no_grad()
@@ -466,3 +487,22 @@ def test_storage_serves_calls_alike_and_is_not_the_product_of_calls_that_differ(
     assert decoder.reserved[3] == 10
     decoder.complete(prompts[:1], 400)
     assert decoder.reserved[0] * decoder.reserved[3] <= 2 * 1000
+
+
+@torch.no_grad()
+def test_a_prompt_is_computed_once_for_its_paths_and_a_row_no_longer_than_it_speaks(llama, tokenizer, prompts, monkeypatch):
+    """What the fast path saves: seen in the tokens that go through the model."""
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    decoder.tables.is_eos[3::25] = True
+    sampled(decoder, prompts)
+    prefilled, decoded = [], []
+    prefill, decode = decoder.backbone.prefill, decoder.backbone.decode
+    monkeypatch.setattr(decoder.backbone, "prefill", lambda asked, *rest: (prefilled.extend(map(len, asked)), prefill(asked, *rest)))
+    monkeypatch.setattr(decoder.backbone, "decode", lambda x, *rest: (decoded.append(len(x)), decode(x, *rest)))
+    out = sampled(decoder, prompts, G=8, length=60)
+    assert sorted(prefilled) == sorted(map(len, prompts))
+    assert sum(decoded) <= out.lengths.sum()
+    decoded.clear()
+    answers = decoder.complete(prompts * 8, 60, batch_rows=8, temperature=1.0)
+    assert max(decoded) == 8
+    assert sum(decoded) <= sum(len(ids) for [(ids, _)] in answers), "prompts that wait take the place of rows that have ended"
