@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from data import pad_left, pad_right
-from tokens import LOGIT_BLOCK
+from tokens import IMPOSSIBLE, whole_blocks
 
-try:
-    import triton_kernels
-except ImportError:  # a torch without CUDA comes without triton
-    triton_kernels = None
+triton_kernels = None
+if torch.cuda.is_available():  # a torch without CUDA comes without triton
+    try:
+        import triton_kernels
+    except ImportError:
+        pass  # `why_not` says so
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
@@ -43,7 +45,7 @@ def vocab_logits(model, hidden, tables=None):
     logits = torch.tanh(logits / cap) * cap if cap else logits
     if tables is None or tables.missing is None:
         return logits
-    return logits.masked_fill(tables.missing, -1e30)  # finite: p * log p must not become 0 * inf
+    return logits.masked_fill(tables.missing, IMPOSSIBLE)
 
 
 @torch.no_grad()
@@ -52,7 +54,7 @@ def check_head(model):
     ids = torch.arange(4, device=model.device).view(1, 4)
     own = vocab_logits(model, model_body(model)(input_ids=ids, use_cache=False).last_hidden_state)
     if not torch.allclose(own, model(input_ids=ids, use_cache=False).logits.float(), atol=1e-2, rtol=1e-2):
-        raise ValueError(f"model type {model.config.model_type}: its head does more than a matrix product; add it to vocab_logits in generation.py")
+        raise ValueError(f"model type {model.config.model_type}: its head does more than a matrix product; add it to vocab_logits in backbones.py")
 
 
 class PlainBackbone:
@@ -64,7 +66,7 @@ class PlainBackbone:
     refills, logit_dtype = False, torch.float32
 
     def __init__(self, model):
-        self.model, self.width = model, -(-model.get_input_embeddings().weight.shape[0] // LOGIT_BLOCK) * LOGIT_BLOCK
+        self.model, self.width = model, whole_blocks(len(model.get_input_embeddings().weight))
         self.cache_name = "cache" if "cache" in inspect.signature(model_body(model).forward).parameters else "past_key_values"
         self.embed = model.get_input_embeddings()
 
@@ -234,7 +236,7 @@ class FastBackbone:
         self.layers = [self._layer(layer) for layer in body.layers]
         self.norm = self._keep(body.norm)
         self.logit_dtype, self.compiled, head = model.dtype, compiled, model.get_output_embeddings()
-        self.width = -(-len(head.weight) // LOGIT_BLOCK) * LOGIT_BLOCK
+        self.width = whole_blocks(len(head.weight))
         self.head_weight = self._together([head], "weight", self.width)
         tied = body.embed_tokens.weight is head.weight
         self.table = self.head_weight[: len(head.weight)] if tied else self._keep(body.embed_tokens)
@@ -365,17 +367,13 @@ class FastBackbone:
         return attend(q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
 
     def vary(self, *tensors):
-        return vary(*tensors) if self.compiled else tensors
+        """Tell the compiler that the number of rows changes from call to call."""
+        for tensor in tensors if self.compiled else ():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return tensors
 
     def keep(self, order, longest):
         """Rows `order` become the first ones. On CUDA nothing moves: the kernel looks up where a row's keys are."""
         for layer in self.own if not self.on_cuda else ():
             for side in layer:
                 side[: len(order), :, :longest] = side[order, :, :longest]
-
-
-def vary(*tensors):
-    """Tell the compiler that the number of rows changes from call to call."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensors

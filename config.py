@@ -80,7 +80,7 @@ class TrainConfig:
     max_grad_norm: float = setting(0.1, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after the warm-up")
     warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
-    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (some 20 seconds once a process, then faster)")
+    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (half a minute once a process, then faster)")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward: less memory, a third more time")
     bf16: bool = setting(True, "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32")
     eval_every: int = setting(50, "evaluate greedily on held-out problems every N steps, and before the first and after the last; 0: never")

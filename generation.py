@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from backbones import FastBackbone, PlainBackbone, triton_kernels, why_not
 from m3po_module import blend, cosines, products, weights_from_similarity
-from tokens import LOGIT_BLOCK, token_tables
+from tokens import IMPOSSIBLE, LOGIT_BLOCK, token_tables
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,6 @@ def rollout_uniforms(seed, step, retry, rows, length):
     """The draws of one rollout, (rows of all processes, length) in [0, 1): a function of (seed, step, retry) alone, on the CPU (I10)."""
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence((seed, step, retry)).generate_state(1, np.uint64)[0] >> 1))
     return torch.rand(rows, length, generator=generator)
-
-
-IMPOSSIBLE = -1e30  # a logit that is never drawn; finite, so that no inf - inf arises
 
 
 def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block=LOGIT_BLOCK):
@@ -364,7 +361,7 @@ class GroupDecoder:
 
     def _size(self, n):
         """How many rows to decode n in: where steps are captured, one of a few numbers."""
-        return next(size for size in sizes_up_to(n) if size >= n) if self.captures else n
+        return sizes_up_to(n)[-1] if self.captures else n
 
     def _prepare(self, prompts, samples, limit, temperature, how, max_rows):
         """What is not there yet of backbone, storage and captured steps; returns the number of prompt slots."""

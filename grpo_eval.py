@@ -53,7 +53,7 @@ class Config:
     batch_size: int | None = setting(None, "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)")
     seed: int | None = setting(None, "seeds the draws of sampling")
     bf16: bool = setting(True, "bf16 on CUDA")
-    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (some 20 seconds, then faster); false pays for a few questions only")
+    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (half a minute, then faster); false pays for a few questions only")
     output_dir: str = setting("eval_runs", "the run goes into a folder of its own in here")
     name: str | None = setting(None, "name of that folder (default: model, data set, split and time)")
     trust_remote_code: bool = setting(False, "run code that comes with a model")

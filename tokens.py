@@ -10,6 +10,12 @@ import numpy as np
 import torch
 
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
+IMPOSSIBLE = -1e30  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
+
+
+def whole_blocks(count):
+    """The smallest number of logits in whole blocks that holds `count`."""
+    return -(-count // LOGIT_BLOCK) * LOGIT_BLOCK
 
 
 def token_bytes(tokenizer, count):
@@ -95,7 +101,7 @@ def token_tables(tokenizer, model, think_end=None):
     eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
     is_eos = torch.zeros(num_real, dtype=torch.bool)
     is_eos[eos_ids] = True
-    real = torch.zeros(-(-table_size // LOGIT_BLOCK) * LOGIT_BLOCK, dtype=torch.bool)
+    real = torch.zeros(whole_blocks(table_size), dtype=torch.bool)
     real[list(known)] = True
     missing = ~real[:num_real] if len(known) < num_real else None
     pieces = token_bytes(tokenizer, num_real) if think_end else [b""] * num_real

@@ -1,6 +1,7 @@
-"""Three Triton kernels of the decode step on CUDA. Each has its twin in plain torch: `attend`, `into_attention` and `out_of_attention` in
-fast_path.py, `products` in m3po_module.py. Where a sum is cut into parts, the last part to finish adds them up, so that nothing depends on which.
+"""The Triton kernels of the decode step on CUDA: attention, products of few rows, the sampler, cosines and blending of the paths.
 
+Each has its twin in plain torch, with which a test compares it: `attend`, `into_attention` and `out_of_attention` in backbones.py, `sample_step` and
+`mix_step` in generation.py, `products` in m3po_module.py. Where a sum is cut into parts, they are added in one order, whichever is done last.
 Letters as in generation.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
 
@@ -10,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
+
+from tokens import LOGIT_BLOCK
 
 LOG2_E = 1.4426950408889634
 ON_CARD = torch.cuda.is_available()
@@ -130,9 +133,7 @@ def _decode_attention(ahead_ptr, lines, q_ptr, k_ptr, v_ptr, q_stride, k_stride,
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def decode_attention(
-    q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, ahead=None, block=64, warps=4, stages=3, parts=None
-):
+def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, ahead=None, parts=None):
     """One new token a row over its prompt and what it has said: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D) and own (2, R, K, T, D) are read at slot (n,) and home (n,), as far as prompt_len and own_len say; cos and sin are rotary
@@ -150,7 +151,7 @@ def decode_attention(
     _decode_attention[(n, K, parts)](
         q if ahead is None else ahead, lines, q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home,
         prompt_len, own_len, done, out, part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries,
-        WIDTH=width, BLOCK=block, PARTS=parts, LINES=share, EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
+        WIDTH=width, BLOCK=64, PARTS=parts, LINES=share, EARLY=EARLY, num_warps=4, num_stages=3, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
@@ -220,7 +221,7 @@ class Normed(NamedTuple):
     squares: torch.Tensor  # (n, parts), sums of squares of x
 
 
-def few_rows_linear(a, weight, bias, counter, ahead=None, gated=False, residual=None, norm=None, eps=0.0, parts=None, warps=4):
+def few_rows_linear(a, weight, bias, counter, ahead=None, gated=False, residual=None, norm=None, eps=0.0, parts=None):
     """a @ weight.T + bias for few rows, with what stands before and behind it: a (n, E) or Normed, weight (F, E) -> (n, F), or Normed (n, F).
 
     A norm divides each row by one number, which can stand behind the product. `gated`: the weight is gate and up, one below the other, and the
@@ -245,7 +246,7 @@ def few_rows_linear(a, weight, bias, counter, ahead=None, gated=False, residual=
         weight if ahead is None else ahead, lines, a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual,
         weight if norm is None else norm, out, scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated,
         RESIDUAL=residual is not None, SQUARES=triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span,
-        PARTS=parts, LINES=share, EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
+        PARTS=parts, LINES=share, EARLY=EARLY, num_warps=4, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out if residual is None else Normed(out, scaled, new_squares)
 
@@ -275,34 +276,22 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
     tl.store(out_ptr + at, sums)
 
 
-class Products(NamedTuple):
-    """Inner products of paths, in parts still to be added: groups lie side by side in tiles, `slots` lanes each."""
+def group_products(logits, top, real, place, thinking):
+    """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of each group: logits (n, W), top and thinking (n,), place (B, G).
 
-    parts: torch.Tensor  # (tiles, parts, lanes, lanes) float32
-    slots: int
-
-    def whole(self, groups, paths):
-        """(B, G, G)."""
-        tiles, _, lanes, _ = self.parts.shape
-        square = self.parts.sum(1).view(tiles, lanes // self.slots, self.slots, lanes // self.slots, self.slots)
-        return square.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)[:groups, :paths, :paths]
-
-
-def group_products(logits, top, real, place, thinking, parts=64, block=32, warps=1):
-    """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths of a group: logits (n, W), top and thinking (n,), place (B, G) -> Products.
-
-    One pass over the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`, the largest
-    logit of each row, may stand where log-sum-exp would.
+    Returns parts still to be added, (tiles, parts, lanes, lanes) float32: groups lie side by side in tiles, G up to a power of two lanes each. One pass
+    over the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`, the largest logit of each
+    row, may stand where log-sum-exp would.
     """
-    (B, G), W = place.shape, logits.shape[1]
+    (B, G), W, parts, block = place.shape, logits.shape[1], 64, 32
     slots = triton.next_power_of_2(G)
     lanes = max(16, slots)
     tiles, span = triton.cdiv(B, lanes // slots), triton.cdiv(triton.cdiv(W, parts), block) * block
     out = torch.empty(tiles, parts, lanes, lanes, dtype=torch.float32, device=logits.device)
     _group_products[(tiles, parts)](
-        logits, logits.stride(0), top, real, place, thinking, len(logits), out, W, span, B, G=G, SLOTS=slots, PATHS=lanes, BLOCK=block, num_warps=warps,
+        logits, logits.stride(0), top, real, place, thinking, len(logits), out, W, span, B, G=G, SLOTS=slots, PATHS=lanes, BLOCK=block, num_warps=1,
     )  # fmt: skip
-    return Products(out, slots)
+    return out
 
 
 @triton.jit
@@ -351,11 +340,14 @@ def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns
 
 
 def mix(inputs, products, thinking, place, t, mix, input_change, temperature, lambda_blend):
-    """`mix_step` of generation.py in one kernel, a group a program: inputs (n, E) are changed in place, mix (B, T, G, G) and input_change recorded."""
-    (n, E), (B, G), lanes = inputs.shape, place.shape, products.parts.shape[2]
+    """`mix_step` of generation.py in one kernel, a group a program: inputs (n, E) are changed in place, mix (B, T, G, G) and input_change recorded.
+
+    products: what `group_products` gave.
+    """
+    (n, E), (B, G), (_, parts, lanes, _) = inputs.shape, place.shape, products.shape
     _mix[(B,)](
-        products.parts, place, thinking, t, inputs, mix, input_change, n, mix.shape[1], input_change.shape[1], E, temperature, lambda_blend, G=G,
-        SLOTS=products.slots, PATHS=lanes, PARTS=products.parts.shape[1], WIDTH=triton.next_power_of_2(E), num_warps=8,
+        products, place, thinking, t, inputs, mix, input_change, n, mix.shape[1], input_change.shape[1], E, temperature, lambda_blend, G=G,
+        SLOTS=triton.next_power_of_2(G), PATHS=lanes, PARTS=parts, WIDTH=triton.next_power_of_2(E), num_warps=8,
     )  # fmt: skip
     return inputs
 
@@ -426,11 +418,10 @@ def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms
     tl.store(tops + row, top * temperature)
 
 
-def sample(rows, tables, temperature, limit, greedy, block=128):
+def sample(rows, tables, temperature, limit, greedy):
     """`sample_step` of generation.py in two kernels: one pass over the logits, then a program a row."""
-    next_state, is_eos, real, pad_id = tables
-    n, W = rows.logits.shape
-    blocks = W // block
+    (next_state, is_eos, real, pad_id), block = tables, LOGIT_BLOCK
+    n, blocks = len(rows.logits), rows.logits.shape[1] // block
     block_top, block_mass = torch.empty(2, n, blocks, device=real.device)
     tokens, thinking, top = torch.empty_like(rows.t), torch.empty_like(rows.done), torch.empty(n, device=real.device)
     stride = rows.logits.stride(0)
