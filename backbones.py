@@ -347,23 +347,22 @@ class FastBackbone:
         torch.mm(last, self.head_weight.T, out=logits)
 
     def _decode_few(self, x, rows, own_len):
-        """The same in five kernels a layer, each of which has a weight fetched that a later one reads: few rows wait for memory and for kernels to start."""
+        """The same in five kernels a layer: few rows wait for memory and for kernels to start."""
         eps, counter, linear = self.shape.eps, self.counter, triton_kernels.few_rows_linear
         x = triton_kernels.Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
-        for i, w in enumerate(self.layers):
-            following = self.layers[(i + 1) % len(self.layers)]
-            norm = self.norm if i + 1 == len(self.layers) else following.norm_in
-            q, k, v = heads(linear(x, w.qkv, w.qkv_bias, counter, ahead=w.o, eps=eps), w, self.shape)
-            x = linear(self._attend(i, q, k, v, rows, own_len, ahead=w.gate_up), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
-            inner = linear(x, w.gate_up, w.gate_up_bias, counter, ahead=w.down, gated=True, eps=eps)
-            x = linear(inner, w.down, w.down_bias, counter, ahead=following.qkv, residual=x.x, norm=norm)
+        norms = [w.norm_in for w in self.layers[1:]] + [self.norm]
+        for i, (w, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            q, k, v = heads(linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
+            x = linear(self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
+            inner = linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
+            x = linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=norm)
         return self.leave(*self.vary(x.scaled, x.squares), eps)
 
-    def _attend(self, i, q, k, v, rows, own_len, place=None, ahead=None):
+    def _attend(self, i, q, k, v, rows, own_len, place=None):
         tables, stored = (self.cos, self.sin), (self.prompt[i], self.own[i])
         if self.on_cuda:
             where = (rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter)
-            return triton_kernels.decode_attention(q, k, v, *tables, *stored, *where, self.scale, ahead)
+            return triton_kernels.decode_attention(q, k, v, *tables, *stored, *where, self.scale)
         return attend(q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
 
     def vary(self, *tensors):

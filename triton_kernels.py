@@ -16,25 +16,8 @@ from tokens import LOGIT_BLOCK
 
 LOG2_E = 1.4426950408889634
 ON_CARD = torch.cuda.is_available()
-FETCH_BYTES = 2**24 if ON_CARD else 0  # of a weight to come, at most: the card's cache holds 50 MB
 # From Hopper on a kernel may be started before the one ahead of it has ended, and wait for it then (programmatic dependent launch).
 EARLY = ON_CARD and torch.cuda.get_device_capability()[0] >= 9
-
-
-@triton.jit
-def _fetch(ptr, lines, LINES: tl.constexpr):
-    """Ask for weights that a later kernel reads to be brought into the card's cache; each program takes its share of the `lines` of 128 bytes."""
-    if LINES > 0:
-        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        line = tl.minimum(program * LINES + tl.arange(0, LINES), lines - 1)
-        at = ptr.to(tl.int64) + line.to(tl.int64) * 128
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
-def _lines(ahead, programs):
-    """The arguments of `_fetch`: how many lines in all, and how many a program where there are `programs` of them (a power of two)."""
-    lines = 0 if ahead is None else min(ahead.numel() * ahead.element_size(), FETCH_BYTES) // 128
-    return lines, triton.next_power_of_2(triton.cdiv(lines, programs))
 
 
 @triton.jit
@@ -64,24 +47,16 @@ def _rotated(ptr, at, partner, cos, sin, real):
     return tl.load(ptr + at, mask=real, other=0.0).to(tl.float32) * cos + tl.load(ptr + partner, mask=real, other=0.0).to(tl.float32) * sin
 
 
-@triton.jit(do_not_specialize=["lines"])
-def _decode_attention(ahead_ptr, lines, q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr, sin_ptr, prompt_k, prompt_v, own_k, own_v, slot, home,
+@triton.jit
+def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr, sin_ptr, prompt_k, prompt_v, own_k, own_v, slot, home,
                       prompt_len, own_len, done, out_ptr, part_acc, part_sum, counter, scale, P, T, HEADS: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr,
-                      EARLY: tl.constexpr):  # fmt: skip
-    _fetch(ahead_ptr, lines, LINES)
-    if EARLY:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+                      QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query, column = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
     wide = column < D
     real = (query[:, None] < HEADS) & wide[None, :]
     out = (row * K + head) * HEADS * D + query[:, None] * D + column[None, :]
-    if tl.load(done + row):
-        if part == 0:
-            tl.store(out_ptr + out, tl.zeros((QUERIES, WIDTH), out_ptr.dtype.element_ty), mask=real)
-        return
+    is_done = tl.load(done + row)
     own, seen = tl.load(own_len + row), tl.load(prompt_len + row)
     own_base = (tl.load(home + row) * K + head) * T * D
     prompt_base = (tl.load(slot + row) * K + head) * P * D
@@ -89,6 +64,13 @@ def _decode_attention(ahead_ptr, lines, q_ptr, k_ptr, v_ptr, q_stride, k_stride,
     cos = tl.load(cos_ptr + (seen + own) * D + column, mask=wide, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + (seen + own) * D + column, mask=wide, other=0.0).to(tl.float32)
     sin = tl.where(column < D // 2, -sin, sin)
+    if EARLY:  # nothing read so far changes within a step
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    if is_done:
+        if part == 0:
+            tl.store(out_ptr + out, tl.zeros((QUERIES, WIDTH), out_ptr.dtype.element_ty), mask=real)
+        return
     kind = own_k.dtype.element_ty
     q_row = row * q_stride + head * HEADS * D + query[:, None] * D
     q = (_rotated(q_ptr, q_row + column[None, :], q_row + partner[None, :], cos[None, :], sin[None, :], real).to(kind).to(tl.float32) * scale).to(kind)
@@ -133,7 +115,7 @@ def _decode_attention(ahead_ptr, lines, q_ptr, k_ptr, v_ptr, q_stride, k_stride,
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, ahead=None, parts=None):
+def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, parts=None):
     """One new token a row over its prompt and what it has said: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D) and own (2, R, K, T, D) are read at slot (n,) and home (n,), as far as prompt_len and own_len say; cos and sin are rotary
@@ -143,42 +125,50 @@ def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own
     """
     n, H, D = q.shape
     K = k.shape[1]
-    parts = parts or max(1, min(8, triton.next_power_of_2(132 // (n * K) + 1)))
+    parts = parts or (4 if n * K <= 64 else 2 if n * K <= 256 else 1)
+    block, warps, stages = (64, 2, 2) if n * K <= 64 else (32, 1 if D <= 64 else 2, 3)  # by trial on an H100
     queries, width = max(16, triton.next_power_of_2(H // K)), max(16, triton.next_power_of_2(D))
     out = torch.empty(n, H * D, dtype=q.dtype, device=q.device)
     part_acc, part_sum = (torch.empty(n * K * parts, queries, size, device=q.device) for size in (width, 2))
-    lines, share = _lines(ahead, 256)  # about as many programs as there are, whatever n is: one kernel to compile
     _decode_attention[(n, K, parts)](
-        q if ahead is None else ahead, lines, q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home,
-        prompt_len, own_len, done, out, part_acc, part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries,
-        WIDTH=width, BLOCK=64, PARTS=parts, LINES=share, EARLY=EARLY, num_warps=4, num_stages=3, launch_pdl=EARLY,
+        q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, prompt[0], prompt[1], own[0], own[1], slot, home, prompt_len, own_len, done, out, part_acc,
+        part_sum, counter, scale * LOG2_E, prompt.shape[3], own.shape[3], HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width, BLOCK=block, PARTS=parts,
+        EARLY=EARLY, num_warps=warps, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["n", "tiles_of_squares", "lines"])
-def _linear(ahead_ptr, lines, a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, part_ptr,
+@triton.jit
+def _rows_of(ptr, row, column, n, E):
+    return tl.load(ptr + row[:, None] * E + column[None, :], mask=(row[:, None] < n) & (column[None, :] < E), other=0.0)
+
+
+@triton.jit(do_not_specialize=["n", "tiles_of_squares"])
+def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, norm_ptr, out_ptr, scaled_ptr, new_squares_ptr, part_ptr,
             counter, n, F, E, eps, NORMED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, SQUARES: tl.constexpr,
-            ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, column = block * ROWS + tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)
     kind = a_ptr.dtype.element_ty
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     other = tl.zeros((ROWS, COLUMNS), tl.float32)
     share = tl.cdiv(tl.cdiv(E, PARTS), SPAN) * SPAN
-    _fetch(ahead_ptr, lines, LINES)
+    if AT_ONCE:  # the weight depends on nothing: it is on its way before the kernel ahead has ended
+        k = tl.arange(0, SPAN)
+        weight = tl.load(weight_ptr + column[:, None] * E + k[None, :], mask=(column[:, None] < F) & (k[None, :] < E), other=0.0)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    for start in range(part * share, tl.minimum((part + 1) * share, E), SPAN):
-        k = start + tl.arange(0, SPAN)
-        a = tl.load(a_ptr + row[:, None] * E + k[None, :], mask=(row[:, None] < n) & (k[None, :] < E), other=0.0)
-        at, there = column[:, None] * E + k[None, :], (column[:, None] < F) & (k[None, :] < E)
-        weight = tl.load(weight_ptr + at, mask=there, other=0.0)
-        product = tl.dot(a, tl.trans(weight), product, input_precision="ieee")
-        if GATED:
-            weight = tl.load(weight_ptr + F * E + at, mask=there, other=0.0)
-            other = tl.dot(a, tl.trans(weight), other, input_precision="ieee")
+    if AT_ONCE:
+        product = tl.dot(_rows_of(a_ptr, row, k, n, E), tl.trans(weight), product, input_precision="ieee")
+    else:
+        for start in range(part * share, tl.minimum((part + 1) * share, E), SPAN):
+            k = start + tl.arange(0, SPAN)
+            a = _rows_of(a_ptr, row, k, n, E)
+            at, there = column[:, None] * E + k[None, :], (column[:, None] < F) & (k[None, :] < E)
+            product = tl.dot(a, tl.trans(tl.load(weight_ptr + at, mask=there, other=0.0)), product, input_precision="ieee")
+            if GATED:
+                other = tl.dot(a, tl.trans(tl.load(weight_ptr + F * E + at, mask=there, other=0.0)), other, input_precision="ieee")
     if PARTS > 1:  # the last part to finish adds them up, always in the same order
         unit = block * tl.num_programs(0) + tile
         inner = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -221,32 +211,31 @@ class Normed(NamedTuple):
     squares: torch.Tensor  # (n, parts), sums of squares of x
 
 
-def few_rows_linear(a, weight, bias, counter, ahead=None, gated=False, residual=None, norm=None, eps=0.0, parts=None):
+def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=None, eps=0.0, parts=None):
     """a @ weight.T + bias for few rows, with what stands before and behind it: a (n, E) or Normed, weight (F, E) -> (n, F), or Normed (n, F).
 
     A norm divides each row by one number, which can stand behind the product. `gated`: the weight is gate and up, one below the other, and the
     result silu(gate) * up, half as wide. `residual` (n, F): the result is added to it, and prepared for the norm of weight `norm` that follows.
     Each weight is read once, and where its rows are few for the card their length is cut into `parts`; `counter` is int32, zero, and is left so.
-    `ahead`: a weight to fetch for a later kernel.
     """
     normed = isinstance(a, Normed)
     squares, a = (a.squares, a.scaled) if normed else (weight, a)
     n, E = a.shape
     F = weight.shape[0] // (2 if gated else 1)
-    rows = 16 if n <= 16 else 64
-    columns, span, stages = (rows if rows == 64 else 32, 64, 5) if gated else (16, 128, 4)  # by trial on an H100
+    rows = 16 if n <= 16 else 32 if n <= 32 else 64
+    at_once = rows <= 32 and E <= 1024 and not gated
+    columns, span, stages = (32 if rows == 16 else 64, 64, 5) if gated else (16, triton.next_power_of_2(E) if at_once else 128, 4)  # by trial on an H100
     tiles, blocks = triton.cdiv(F, columns), triton.cdiv(n, rows)
-    parts = 1 if gated else parts or max(1, min(4, E // (2 * span)))
+    parts = 1 if gated or at_once else parts or max(1, min(4, E // (2 * span)))
     out = torch.empty(n, F, dtype=a.dtype, device=a.device)
     scaled = torch.empty_like(out) if residual is not None else out
     new_squares = torch.empty(n, tiles if residual is not None else 1, device=a.device)
     scratch = torch.empty(parts * tiles * blocks * rows * columns if parts > 1 else 1, device=a.device)
-    lines, share = _lines(ahead, tiles * parts)
     _linear[(tiles, blocks, parts)](
-        weight if ahead is None else ahead, lines, a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual,
-        weight if norm is None else norm, out, scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated,
-        RESIDUAL=residual is not None, SQUARES=triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span,
-        PARTS=parts, LINES=share, EARLY=EARLY, num_warps=4, num_stages=stages, launch_pdl=EARLY,
+        a, weight, weight if bias is None else bias, squares, squares.shape[1], a if residual is None else residual, weight if norm is None else norm, out,
+        scaled, new_squares, scratch, counter, n, F, E, eps, NORMED=normed, BIAS=bias is not None, GATED=gated, RESIDUAL=residual is not None,
+        SQUARES=triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1, ROWS=rows, COLUMNS=columns, SPAN=span, PARTS=parts, AT_ONCE=at_once, EARLY=EARLY,
+        num_warps=4, num_stages=stages, launch_pdl=EARLY,
     )  # fmt: skip
     return out if residual is None else Normed(out, scaled, new_squares)
 
@@ -266,9 +255,8 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
         highest = tl.load(top + row, mask=counts, other=0.0)
         for start in range(part * SPAN, tl.minimum((part + 1) * SPAN, W), BLOCK):
             column = start + tl.arange(0, BLOCK)
-            inside = (column < W) & (tl.load(real + column, mask=column < W, other=0) != 0)
-            value = tl.load(logits + row.to(tl.int64)[:, None] * stride + column[None, :], mask=counts[:, None] & inside[None, :], other=float("-inf"))
-            p = tl.exp(value.to(tl.float32) - highest[:, None])
+            value = tl.load(logits + row.to(tl.int64)[:, None] * stride + column[None, :], mask=counts[:, None], other=float("-inf"))
+            p = tl.where(tl.load(real + column)[None, :] != 0, tl.exp(value.to(tl.float32) - highest[:, None]), 0.0)
             high = p.to(tl.bfloat16)  # a float32 product on the bf16 units: high parts, and what they leave over
             low = (p - high.to(tl.float32)).to(tl.bfloat16)
             sums += tl.dot(high, tl.trans(high)) + tl.dot(high, tl.trans(low)) + tl.dot(low, tl.trans(high))
@@ -283,13 +271,15 @@ def group_products(logits, top, real, place, thinking):
     over the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`, the largest logit of each
     row, may stand where log-sum-exp would.
     """
-    (B, G), W, parts, block = place.shape, logits.shape[1], 64, 32
+    (B, G), (n, W) = place.shape, logits.shape
+    parts, block, stages = (256, 64, 2) if n <= 128 else (64, 32, 1)  # by trial on an H100; W is a multiple of LOGIT_BLOCK
     slots = triton.next_power_of_2(G)
     lanes = max(16, slots)
     tiles, span = triton.cdiv(B, lanes // slots), triton.cdiv(triton.cdiv(W, parts), block) * block
     out = torch.empty(tiles, parts, lanes, lanes, dtype=torch.float32, device=logits.device)
     _group_products[(tiles, parts)](
-        logits, logits.stride(0), top, real, place, thinking, len(logits), out, W, span, B, G=G, SLOTS=slots, PATHS=lanes, BLOCK=block, num_warps=1,
+        logits, logits.stride(0), top, real, place, thinking, n, out, W, span, B, G=G, SLOTS=slots, PATHS=lanes, BLOCK=block, num_warps=1,
+        num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -308,8 +298,8 @@ def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns
     if tl.sum(thinks.to(tl.int32)) > 1:
         tile, first = group // (PATHS // SLOTS), group % (PATHS // SLOTS) * SLOTS
         sums = tl.zeros((SLOTS, SLOTS), tl.float32)
-        for part in range(0, PARTS, 8):
-            which = part + tl.arange(0, 8)[:, None, None]
+        for part in range(0, PARTS, 32):
+            which = part + tl.arange(0, 32)[:, None, None]
             at = ((tile * PARTS + which) * PATHS + first + path[None, :, :]) * PATHS + first + other[None, :, :]
             sums += tl.sum(tl.load(parts_ptr + at), 0)
         size = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 1), 1e-24))
