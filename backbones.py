@@ -57,6 +57,12 @@ def check_head(model):
         raise ValueError(f"model type {model.config.model_type}: its head does more than a matrix product; add it to vocab_logits in backbones.py")
 
 
+def send(values, device):
+    """A list of whole numbers, or a tensor, on the device, without the host waiting for what the device still has to do."""
+    tensor = torch.as_tensor(values, dtype=None if torch.is_tensor(values) else torch.long)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class PlainBackbone:
     """Any model, through its own forward and a cache that grows: prompts left-padded, all rows at the same step, no row taken in while others go on.
 
@@ -319,9 +325,9 @@ class FastBackbone:
         """Next-token logits (m, W) of m prompts, padded at the right: under causal attention nothing sees what follows it."""
         device, (H, K, D, _) = self.head_weight.device, self.shape
         ids, mask = pad_right(prompts, 0)
-        (m, P), lengths, slots = ids.shape, mask.sum(-1).to(device), torch.tensor(slots, device=device)
+        (m, P), lengths, slots = ids.shape, send(mask.sum(-1), device), send(slots, device)
         self.slot_len[slots] = lengths
-        x = self.embed(ids.to(device).flatten())
+        x = self.embed(send(ids, device).flatten())
         cos, sin = self.cos[:P].repeat(m, 1), self.sin[:P].repeat(m, 1)
         change = torch.zeros_like(x)
         for w, prompt in zip(self.layers, self.prompt, strict=True):

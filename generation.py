@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backbones import FastBackbone, PlainBackbone, triton_kernels, why_not
+from backbones import FastBackbone, PlainBackbone, send, triton_kernels, why_not
 from m3po_module import blend, cosines, products, weights_from_similarity
 from tokens import IMPOSSIBLE, LOGIT_BLOCK, token_tables
 
@@ -206,7 +206,7 @@ class GroupDecoder:
         self.model, self.tokenizer, self.interaction, self.device = model, tokenizer, interaction, model.device
         self.tables = token_tables(tokenizer, model, think_end)
         self.on_cuda, self.fast, self.compiled = model.device.type == "cuda", fast, compiled
-        self.check_every = 4 if self.on_cuda else 1  # steps between looks at who is done
+        self.check_every = 2 if self.on_cuda else 1  # steps between looks at who is done
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 7, {}, 0.0
 
     @torch.no_grad()
@@ -271,7 +271,7 @@ class GroupDecoder:
             """Carry what the done rows have said into `out`; nobody's rows they are then."""
             finished = [r for r, lane in enumerate(lanes) if lane is not None and done[r]]
             sequences = [lanes[r].sequence for r in finished]
-            source, target = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (finished, sequences))
+            source, target = send(finished, self.device), send(sequences, self.device)
             for name in COLUMNS:
                 out[name][target] = getattr(rows, name)[source, :limit]
             out["ended"][target], lengths[target] = rows.ended[source], rows.t[source]
@@ -328,21 +328,21 @@ class GroupDecoder:
         for k, r in enumerate(free_rows):
             lanes[r], done[r] = Lane(chosen[k // samples] * samples + k % samples, free_slots[k // samples], k % samples), False
         if count:
-            into, rows = torch.tensor(free_rows, device=self.device), self.rows
+            into, rows = send(free_rows, self.device), self.rows
             for name in ("t", "state", "ended", "done"):
                 getattr(rows, name)[into] = 0
-            rows.prompt_len[into] = torch.tensor([len(prompts[i]) for i in chosen], device=self.device).repeat_interleave(samples)
-            rows.slot[into] = torch.tensor([lanes[r].slot for r in free_rows], device=self.device)
-            rows.path[into] = torch.tensor([lanes[r].path for r in free_rows], device=self.device)
+            rows.prompt_len[into] = send([len(prompts[i]) for i in chosen], self.device).repeat_interleave(samples)
+            rows.slot[into] = send([lanes[r].slot for r in free_rows], self.device)
+            rows.path[into] = send([lanes[r].path for r in free_rows], self.device)
             if uniforms is not None:
-                rows.uniforms[into, : uniforms.shape[1]] = uniforms[[lanes[r].sequence for r in free_rows]].to(self.device, torch.float32)
+                rows.uniforms[into, : uniforms.shape[1]] = send(uniforms[[lanes[r].sequence for r in free_rows]].float(), self.device)
             self.backbone.prefill([prompts[i] for i in chosen], free_slots, rows.logits, into, samples)
             self._place(lanes)
         return count
 
     def _shrink(self, keep, lanes, longest):
         """Rows `keep` become the first ones, and the only ones; none of them has said more than `longest` tokens."""
-        order = torch.tensor(keep, device=self.device)
+        order = send(keep, self.device)
         for tensor in self.rows:
             tensor[: len(keep)] = tensor[order]
         self.backbone.keep(order, longest)
@@ -357,7 +357,7 @@ class GroupDecoder:
         for r, lane in enumerate(lanes):
             if lane is not None:
                 place[lane.slot][lane.path] = r
-        self.place.copy_(torch.tensor(place))
+        self.place.copy_(send(place, self.device))
 
     def _size(self, n):
         """How many rows to decode n in: where steps are captured, one of a few numbers."""

@@ -255,8 +255,9 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
         highest = tl.load(top + row, mask=counts, other=0.0)
         for start in range(part * SPAN, tl.minimum((part + 1) * SPAN, W), BLOCK):
             column = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + row.to(tl.int64)[:, None] * stride + column[None, :], mask=counts[:, None], other=float("-inf"))
-            p = tl.where(tl.load(real + column)[None, :] != 0, tl.exp(value.to(tl.float32) - highest[:, None]), 0.0)
+            inside = tl.load(real + column) != 0
+            value = tl.load(logits + row.to(tl.int64)[:, None] * stride + column[None, :], mask=counts[:, None] & inside[None, :], other=float("-inf"))
+            p = tl.exp(value.to(tl.float32) - highest[:, None])
             high = p.to(tl.bfloat16)  # a float32 product on the bf16 units: high parts, and what they leave over
             low = (p - high.to(tl.float32)).to(tl.bfloat16)
             sums += tl.dot(high, tl.trans(high)) + tl.dot(high, tl.trans(low)) + tl.dot(low, tl.trans(high))
@@ -272,14 +273,13 @@ def group_products(logits, top, real, place, thinking):
     row, may stand where log-sum-exp would.
     """
     (B, G), (n, W) = place.shape, logits.shape
-    parts, block, stages = (256, 64, 2) if n <= 128 else (64, 32, 1)  # by trial on an H100; W is a multiple of LOGIT_BLOCK
+    parts, block = 256, 32  # by trial on an H100; W is a multiple of LOGIT_BLOCK
     slots = triton.next_power_of_2(G)
     lanes = max(16, slots)
     tiles, span = triton.cdiv(B, lanes // slots), triton.cdiv(triton.cdiv(W, parts), block) * block
     out = torch.empty(tiles, parts, lanes, lanes, dtype=torch.float32, device=logits.device)
     _group_products[(tiles, parts)](
         logits, logits.stride(0), top, real, place, thinking, n, out, W, span, B, G=G, SLOTS=slots, PATHS=lanes, BLOCK=block, num_warps=1,
-        num_stages=stages,
     )  # fmt: skip
     return out
 
