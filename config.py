@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -90,7 +91,10 @@ class TrainConfig:
     seed: int = setting(42, "seeds problem order, draws and new models")
     report_to: str = setting("none", "only `none` for now: metrics.jsonl holds everything")
     trust_remote_code: bool = setting(False, "run code that comes with a model")
-    lora_r: int = setting(0, "not there yet: only 0")
+    lora_r: int = setting(0, "rank of LoRA adapters (needs peft); 0: full fine-tuning")
+    lora_alpha: int = setting(64, "LoRA: adapters count alpha / r")
+    lora_target_modules: list[str] | None = setting(None, "LoRA: names of the layers that get adapters (default: all of attention and MLP)")
+    save_adapter: bool = setting(False, "LoRA: also write the adapter alone into output_dir/adapter; output_dir itself holds merged weights")
 
     def __post_init__(self):
         check(self, "batch_size num_steps max_prompt_length max_completion_length micro_batch_tokens", lambda v: v >= 1, "must be at least 1")
@@ -103,7 +107,12 @@ class TrainConfig:
         check(self, "limit", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
         check(self, "optimizer", lambda v: v == "adamw", "only adamw is there yet (8-bit state comes later): say --optimizer adamw")
-        check(self, "lora_r", lambda v: v == 0, "LoRA is not there yet: say --lora_r 0 for full fine-tuning")
+        check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
+        check(self, "lora_alpha", lambda v: v >= 1, "must be at least 1")
+        if self.lora_r and find_spec("peft") is None:
+            raise SettingError("lora_r", self.lora_r, "needs peft: pip install peft, or say --lora_r 0 for full fine-tuning")
+        if self.save_adapter and not self.lora_r:
+            raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
         check(self, "report_to", lambda v: v == "none", "trackers are not there yet: say --report_to none and read metrics.jsonl")
         check_prompting(self)
         if self.eval_every and not self.eval_problems:

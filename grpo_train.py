@@ -37,6 +37,7 @@ from training import (
     interaction_effect,
     largest,
     load_model,
+    load_policy,
     load_tokenizer,
     make_optimizer,
     micro_batches,
@@ -46,6 +47,7 @@ from training import (
     refresh,
     refuse_used,
     rollout_dtype,
+    save_adapter,
     save_model,
     shard,
     start_processes,
@@ -189,11 +191,9 @@ def train(config):
     problems, held_out, skipped = prepare_problems(config, tokenizer)
 
     load = dict(name=start, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
-    policy = load_model(dtype=torch.float32, **load).train()  # train(): checkpointing needs it; every dropout is 0 (I11)
+    policy = load_policy(config, start, tokenizer, accelerator.device)
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
     reference = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.beta > 0 else None
-    if config.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
     check_positions(policy, problems + held_out, config)
     refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
@@ -275,6 +275,8 @@ def train(config):
     log.close()
     if accelerator.is_main_process:
         save_model(policy, tokenizer, folder, policy.source_dtype)
+        if config.save_adapter:
+            save_adapter(policy, folder / "adapter")
         print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
     accelerator.wait_for_everyone()
     return folder

@@ -25,6 +25,7 @@ from training import (
     held_out_accuracy,
     largest,
     load_model,
+    load_policy,
     load_tokenizer,
     make_optimizer,
     micro_batches,
@@ -34,6 +35,7 @@ from training import (
     refresh,
     refuse_used,
     rollout_dtype,
+    save_adapter,
     save_model,
     shard,
     start_processes,
@@ -97,10 +99,8 @@ def train(config):
     pairs = responses(problems, tokenizer, config)
     refuse_used(config)
     load = dict(name=config.model, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
-    policy = load_model(dtype=torch.float32, **load).train()
+    policy = load_policy(config, config.model, tokenizer, accelerator.device)
     check_positions(policy, problems, config)
-    if config.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
     decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
     scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
@@ -138,6 +138,8 @@ def train(config):
     log.close()
     if accelerator.is_main_process:
         save_model(policy, tokenizer, folder, policy.source_dtype)
+        if config.save_adapter:
+            save_adapter(policy, folder / "adapter")
     accelerator.wait_for_everyone()
     return folder
 

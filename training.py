@@ -22,9 +22,11 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
+from transformers.pytorch_utils import Conv1D
 
 from backbones import check_head, model_body, vocab_logits
 from config import RunError, SettingError, resolved, system_prompt, template_kwargs, write_whole
@@ -123,14 +125,59 @@ def check_positions(model, problems, config):
         raise SettingError("max_completion_length", config.max_completion_length, remedy)
 
 
+def load_policy(config, name, tokenizer, device):
+    """The model that is trained: float32 in full, or with LoRA a frozen base in the sampler's dtype and float32 adapters.
+
+    In train mode: gradient checkpointing needs it; every dropout is 0 (I11).
+    """
+    load = dict(name=name, tokenizer=tokenizer, device=device, trust_remote_code=config.trust_remote_code)
+    policy = load_model(dtype=rollout_dtype(config) if config.lora_r else torch.float32, **load)
+    if config.lora_r:
+        add_adapters(policy, config)
+    if config.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy.train()
+
+
+def add_adapters(model, config):
+    """Put LoRA adapters into the model, in place, and freeze the rest (https://arxiv.org/abs/2106.09685)."""
+    import peft
+
+    wanted = config.lora_target_modules
+    settings = peft.LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules=wanted or "all-linear", lora_dropout=0.0)
+    if wanted is None:  # every layer of the body that multiplies by a matrix
+        kinds = (nn.Linear, Conv1D)
+        body = model_body(model)
+        settings.target_modules = {name.rsplit(".", 1)[-1] for name, module in body.named_modules() if isinstance(module, kinds)}
+    try:
+        peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise SettingError("lora_target_modules", wanted, f"does not fit the model ({' '.join(str(error).split())[:200]})") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def merged_parameters(model):
+    """Name and value of each parameter as the model without adapters has it: theirs added to what they belong to."""
+    modules = dict(model.named_modules())
+    for name, value in model.named_parameters():
+        owner = name.removesuffix(".base_layer.weight")
+        if owner != name:
+            yield f"{owner}.weight", value.float() + modules[owner].get_delta_weight("default").float()
+        elif ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), value
+
+
 @torch.no_grad()
 def refresh(copy, policy):
-    """Overwrite `copy` (any dtype, fixed storage) with the policy's weights; returns the share of its values that changed, a 0-d tensor.
+    """Overwrite `copy` (any dtype, fixed storage) with the policy's weights, adapters merged; returns the share of its values that changed (0-d).
 
     Rounding to bf16 hides small updates from the sampler for a while: this share says how much of an update it sees.
     """
     changed, total = torch.zeros((), device=copy.device), 0
-    for target, source in zip(copy.parameters(), policy.parameters(), strict=True):
+    for target, (_, source) in zip(copy.parameters(), merged_parameters(policy), strict=True):
         new = source.detach().to(target.dtype)
         changed += (new != target).sum()
         total += target.numel()
@@ -254,8 +301,8 @@ def micro_batches(rollout, token_budget):
 
 def make_optimizer(model, config, total_steps):
     """AdamW over float32 weights, decay on matrices only, and its schedule over `total_steps` optimiser steps."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
     warmup = math.ceil(config.warmup_ratio * total_steps)
@@ -383,6 +430,27 @@ def _short(value):
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+@torch.no_grad()
+def merged_state(model):
+    """The state dict as the model without adapters has it."""
+    merged = dict(merged_parameters(model))
+    state = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items() if ".lora_" not in name}
+    tied = {value.data_ptr(): name for name, value in model.named_parameters()}  # a tied weight has one name there, and two in the state
+    return {name: merged.get(name, merged.get(tied.get(value.data_ptr(), ""), value)) for name, value in state.items()}
+
+
+def save_adapter(model, folder):
+    """Write the LoRA adapter alone, as peft loads it."""
+    import peft
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = peft.get_peft_model_state_dict(model, adapter_name="default")
+    state = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}  # as PeftModel, which wraps the model, calls them
+    save_file(state, folder / "adapter_model.safetensors")
+    model.peft_config["default"].save_pretrained(folder)
+
+
 def save_model(model, tokenizer, folder, dtype):
     """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written."""
     folder = Path(folder)
@@ -390,7 +458,7 @@ def save_model(model, tokenizer, folder, dtype):
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        state = model.state_dict()
+        state = merged_state(model)
         cast = {v.data_ptr(): v.to(dtype) if v.is_floating_point() else v for v in state.values()}  # tied weights stay one tensor
         model.save_pretrained(temporary, state_dict={k: cast[v.data_ptr()] for k, v in state.items()})
         tokenizer.save_pretrained(temporary)
