@@ -88,6 +88,7 @@ class TrainConfig:
     eval_problems: int = setting(100, "held-out problems, cut from the training split by hash; 0: none")
     save_every: int = setting(0, "also write output_dir/checkpoint-<step> (float32 weights) every N steps; 0: only the end")
     cpu_threads: int | None = setting(None, "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model")
+    num_processes: int | None = setting(None, "processes to start on this machine (default: one a visible GPU, one on the CPU)")
     seed: int = setting(42, "seeds problem order, draws and new models")
     report_to: str = setting("none", "only `none` for now: metrics.jsonl holds everything")
     trust_remote_code: bool = setting(False, "run code that comes with a model")
@@ -104,7 +105,7 @@ class TrainConfig:
         check(self, "num_epochs max_minutes", lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
         check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
         check(self, "lr_scheduler_type", lambda v: v in ("constant", "linear", "cosine"), "must be constant, linear or cosine")
-        check(self, "limit", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "limit num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
         check(self, "optimizer", lambda v: v == "adamw", "only adamw is there yet (8-bit state comes later): say --optimizer adamw")
         check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
@@ -281,7 +282,8 @@ def run_main(main):
 
 
 def _last_words(error, status):
-    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    print(f"{Path(sys.argv[0]).name}: {'' if rank == '0' else f'process {rank}: '}{error}", file=sys.stderr, flush=True)
     return status
 
 

@@ -24,6 +24,7 @@ import sft_train
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
+from launch import launch, starts_processes
 from m3po_module import SIMILARITIES, describe_interaction
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, correctness_reward, extract_answer, load_reward
 from training import (
@@ -476,7 +477,10 @@ def explain_first_group(decoder, scorer, rollout, step, config):
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
     debug_every()
-    train(config)
+    if processes := starts_processes(config.num_processes):
+        launch(processes)
+    else:
+        train(config)
 
 
 if __name__ == "__main__":

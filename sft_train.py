@@ -14,6 +14,7 @@ import torch
 from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
+from launch import launch, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
     MetricsLog,
@@ -145,7 +146,11 @@ def train(config):
 
 
 def main():
-    train(parse_config(Config, description=__doc__.splitlines()[0]))
+    config = parse_config(Config, description=__doc__.splitlines()[0])
+    if processes := starts_processes(config.num_processes):
+        launch(processes)
+    else:
+        train(config)
 
 
 if __name__ == "__main__":
