@@ -77,7 +77,7 @@ class TrainConfig:
     weight_decay: float = setting(0.0, "AdamW's decay, on matrices only")
     adam_beta1: float = setting(0.9, "AdamW's first beta")
     adam_beta2: float = setting(0.999, "AdamW's second beta")
-    optimizer: str = setting("adamw", "adamw (float32 state)")
+    optimizer: str = setting("adamw", "adamw: float32 moments, 8 bytes a weight; adamw_8bit: 2 bytes a weight (needs bitsandbytes)")
     max_grad_norm: float = setting(0.1, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after the warm-up")
     warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
@@ -107,11 +107,11 @@ class TrainConfig:
         check(self, "lr_scheduler_type", lambda v: v in ("constant", "linear", "cosine"), "must be constant, linear or cosine")
         check(self, "limit num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
-        check(self, "optimizer", lambda v: v == "adamw", "only adamw is there yet (8-bit state comes later): say --optimizer adamw")
+        check(self, "optimizer", lambda v: v in ("adamw", "adamw_8bit"), "must be adamw or adamw_8bit")
+        needs_package(self, "optimizer", self.optimizer == "adamw_8bit", "bitsandbytes", "adamw")
         check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
         check(self, "lora_alpha", lambda v: v >= 1, "must be at least 1")
-        if self.lora_r and find_spec("peft") is None:
-            raise SettingError("lora_r", self.lora_r, "needs peft: pip install peft, or say --lora_r 0 for full fine-tuning")
+        needs_package(self, "lora_r", self.lora_r > 0, "peft", 0)
         if self.save_adapter and not self.lora_r:
             raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
         check(self, "report_to", lambda v: v == "none", "trackers are not there yet: say --report_to none and read metrics.jsonl")
@@ -125,6 +125,12 @@ def check(config, names, good, remedy):
     for name in names.split():
         if not good(getattr(config, name)):
             raise SettingError(name, getattr(config, name), remedy)
+
+
+def needs_package(config, name, needed, package, otherwise):
+    """A feature of a library that is installed by those who use it."""
+    if needed and find_spec(package) is None:
+        raise SettingError(name, getattr(config, name), f"needs a package: pip install {package}, or say --{name} {otherwise}")
 
 
 def check_prompting(config):

@@ -80,6 +80,10 @@ class Config(TrainConfig):
     )
     scale_rewards: str = setting("group", "group: advantages are divided by the group's standard deviation; none: they are not")
     mask_truncated_completions: bool = setting(False, "leave completions that the length limit cut off out of the loss")
+    rollout_is: str = setting(
+        "none", "token: a token's loss counts min(pi / mu, rollout_is_cap), pi of the update's forward over mu of the sampler's; none: the ratio is only logged"
+    )
+    rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS))
     reward: list[str] | None = setting(None, "your own instead: FILE.py:function[=weight], several after one flag")
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
@@ -101,7 +105,10 @@ class Config(TrainConfig):
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
-        for name, values in dict(loss_type=LOSS_TYPES, scale_rewards=("group", "none"), m3po_similarity=SIMILARITIES, reward_set=tuple(REWARD_SETS)).items():
+        check(self, "rollout_is_cap", lambda v: 1 <= v < math.inf, "must be at least 1")
+        for name, values in dict(
+            loss_type=LOSS_TYPES, scale_rewards=("group", "none"), m3po_similarity=SIMILARITIES, reward_set=tuple(REWARD_SETS), rollout_is=("none", "token")
+        ).items():
             check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
         reward_functions(self)
 
@@ -161,7 +168,7 @@ def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_len
     return mask / (num_sequences * max_completion_length)
 
 
-def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, beta=0.0, ref_logp=None):
+def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, beta=0.0, ref_logp=None, importance=None):
     """The clipped surrogate with the k3 estimate of the KL (GRPO, eq. 3 and 4): (n, T) tensors, advantages (n,) -> scalar, per-token terms.
 
     The gradient is not 0 at the first pass, although the ratio is 1 and centred advantages make the loss close to 0.
@@ -170,6 +177,7 @@ def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, bet
     ratio = torch.exp(logp - old_logp)
     clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon_high)
     per_token = -torch.min(ratio * A, clipped * A)
+    per_token = per_token if importance is None else per_token * importance
     kl = torch.zeros_like(logp)
     if beta > 0:
         log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
@@ -177,6 +185,14 @@ def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, bet
         per_token = per_token + beta * kl
     terms = {"kl": kl, "clip_low": (ratio < 1 - epsilon) & (A < 0), "clip_high": (ratio > 1 + epsilon_high) & (A > 0)}
     return (per_token * weights).sum(), terms
+
+
+def importance_weights(old_logp, sampler_logp, cap):
+    """How much likelier each token is to the update's forward than to the sampler's, at most `cap`: truncated importance sampling, (n, T).
+
+    https://fengyao.notion.site/off-policy-rl
+    """
+    return torch.exp((old_logp - sampler_logp).clamp(-20, 20)).clamp(max=cap)
 
 
 # The loop
@@ -351,8 +367,9 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
                 if ref_scorer is not None:
                     with torch.no_grad():
                         ref_logp[rows] = ref_scorer(rollout, rows)[0]
-            loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon,
-                                    epsilon_high=epsilon_high, beta=config.beta, ref_logp=ref_logp[rows])  # fmt: skip
+            importance = importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap) if config.rollout_is == "token" else None
+            loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high,
+                                    beta=config.beta, ref_logp=ref_logp[rows], importance=importance)  # fmt: skip
             (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
             losses.append(loss.detach())
             kept, difference = mask[rows], (logp.detach() - rollout.logp[rows]).abs()

@@ -300,11 +300,16 @@ def micro_batches(rollout, token_budget):
 
 
 def make_optimizer(model, config, total_steps):
-    """AdamW over float32 weights, decay on matrices only, and its schedule over `total_steps` optimiser steps."""
+    """AdamW over the weights that are trained, decay on matrices only, and its schedule over `total_steps` optimiser steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
+    kind = torch.optim.AdamW
+    if config.optimizer == "adamw_8bit":
+        import bitsandbytes
+
+        kind = bitsandbytes.optim.AdamW8bit  # moments in blocks of 8-bit codes; of weights under 4,096 numbers in float32
+    optimizer = kind([g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
     warmup = math.ceil(config.warmup_ratio * total_steps)
     name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
     return optimizer, get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
