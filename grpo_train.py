@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
-    accumulated,
+    TokenBudget,
     check_positions,
     guarded_step,
     held_out_accuracy,
@@ -41,7 +42,6 @@ from training import (
     load_policy,
     load_tokenizer,
     make_optimizer,
-    micro_batches,
     open_output,
     prepare_problems,
     problem_batch,
@@ -53,6 +53,7 @@ from training import (
     shard,
     start_processes,
     steps_to_do,
+    within_memory,
 )
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -217,6 +218,7 @@ def train(config):
     decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
     scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
     ref_scorer = None if reference is None else Scorer(reference, decoder.tables, config.bf16)
+    budget = TokenBudget(config.micro_batch_tokens)
     steps = steps_to_do(config, len(problems))
     total = steps * config.outer_iterations
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
@@ -257,7 +259,7 @@ def train(config):
         looks_inside = debug_every() and step % debug_every() == 0 and accelerator.is_main_process
         explained = explain_first_group(decoder, Scorer(sampler, decoder.tables), rollout, step, config) if looks_inside else None
         watch.lap()
-        update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config)
+        update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget)
         shown = refresh(sampler, policy)
         update_seconds = watch.lap()
         train_seconds += rollout_seconds + reward_seconds + update_seconds
@@ -343,7 +345,7 @@ def score(functions, mine, texts, completions, config, step):
     )
 
 
-def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config):
+def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget):
     """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
     epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     mask = rollout.mask & rollout.ended[:, None] if config.mask_truncated_completions else rollout.mask
@@ -354,41 +356,41 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
             schedule.step()
         return {"skipped": "every completion was cut off and masked" if counts[1] == 0 else "no group carries a signal", "grad_norm": 0.0}
     weights = token_weights(mask, config.loss_type, *counts, config.max_completion_length)
-    batches = micro_batches(rollout, config.micro_batch_tokens)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
-    sums = dict.fromkeys(("loss", "kl", "entropy", "clip_low", "clip_high", "logp_diff"), 0.0)
-    furthest, norms, skipped = torch.zeros((), device=mask.device), [], {}
+    sums, furthest, norms, skipped = Counter(), 0.0, [], {}
+
+    def one_batch(rows):
+        """Gradients of one micro-batch, added to those that are there; returns sums over its tokens."""
+        logp, entropy = scorer(rollout, rows)
+        if iteration == 0:
+            old_logp[rows] = logp.detach()
+            if ref_scorer is not None:
+                with torch.no_grad():
+                    ref_logp[rows] = ref_scorer(rollout, rows)[0]
+        importance = importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap) if config.rollout_is == "token" else None
+        loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high, beta=config.beta,
+                                ref_logp=ref_logp[rows], importance=importance)  # fmt: skip
+        (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
+        difference = (logp.detach() - rollout.logp[rows]).abs()
+        terms |= {"entropy": entropy, "logp_diff": difference if iteration == 0 else torch.zeros_like(difference)}
+        return {"loss": loss.detach(), "furthest": (difference * rollout.mask[rows]).max(), **{k: (v.detach() * mask[rows]).sum() for k, v in terms.items()}}
+
     for iteration in range(config.mu):
-        losses = []
-        for rows in accumulated(accelerator, scorer, batches):
-            logp, entropy = scorer(rollout, rows)
-            if iteration == 0:
-                old_logp[rows] = logp.detach()
-                if ref_scorer is not None:
-                    with torch.no_grad():
-                        ref_logp[rows] = ref_scorer(rollout, rows)[0]
-            importance = importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap) if config.rollout_is == "token" else None
-            loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high,
-                                    beta=config.beta, ref_logp=ref_logp[rows], importance=importance)  # fmt: skip
-            (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
-            losses.append(loss.detach())
-            kept, difference = mask[rows], (logp.detach() - rollout.logp[rows]).abs()
-            terms |= {"entropy": entropy, **({"logp_diff": difference} if iteration == 0 else {})}
-            sums["loss"] += losses[-1]
-            for name, value in terms.items():
-                sums[name] += (value.detach() * kept).sum()
-            if iteration == 0:
-                furthest = torch.maximum(furthest, (difference * rollout.mask[rows]).max())
-        stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack(losses), config.max_grad_norm)
+        batches = within_memory(accelerator, scorer, rollout, budget, one_batch)
+        stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack([b["loss"] for b in batches]), config.max_grad_norm)
         norms.append(norm)
         skipped |= {} if stepped else {"skipped": "loss or gradient not finite"}
+        apart = max(float(b.pop("furthest")) for b in batches)
+        furthest = apart if iteration == 0 else furthest
+        for batch in batches:
+            sums.update(batch)
     names = list(sums)
     totals = accelerator.reduce(torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum").tolist()
     tokens = config.mu * max(counts[1], 1)
     means = {n: value / {"loss": config.mu, "logp_diff": tokens / config.mu}.get(n, tokens) for n, value in zip(names, totals, strict=True)}
     if ref_scorer is None:
         del means["kl"]  # there is nothing to measure it against
-    return {**means, "logp_diff_max": largest(float(furthest)), "grad_norm": statistics.fmean(norms), **skipped}
+    return {**means, "logp_diff_max": largest(furthest), "grad_norm": statistics.fmean(norms), **skipped}
 
 
 # What is logged

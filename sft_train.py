@@ -20,7 +20,7 @@ from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
-    accumulated,
+    TokenBudget,
     check_positions,
     guarded_step,
     held_out_accuracy,
@@ -29,7 +29,6 @@ from training import (
     load_policy,
     load_tokenizer,
     make_optimizer,
-    micro_batches,
     open_output,
     prepare_problems,
     problem_batch,
@@ -41,6 +40,7 @@ from training import (
     shard,
     start_processes,
     steps_to_do,
+    within_memory,
 )
 
 SHOWN = {"loss": "loss", "eval_accuracy": "held-out", "grad_norm": "grad", "learning_rate": "lr", "step_seconds": "s", "skipped": "SKIPPED:"}
@@ -105,7 +105,7 @@ def train(config):
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
     decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
     scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
-    total = steps_to_do(config, len(pairs))
+    budget, total = TokenBudget(config.micro_batch_tokens), steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
     folder = open_output(config, accelerator)
     log = MetricsLog(folder, total, SHOWN, accelerator)
@@ -117,11 +117,14 @@ def train(config):
         chosen = [pairs[i] for i in problem_batch(len(pairs), config.batch_size, step, config.seed)]
         batch = as_rollout(chosen[shard(len(chosen), accelerator)], decoder.tables, accelerator.device)
         tokens = sum(len(ids) for _, ids in chosen)  # of all processes
-        learning_rate, losses = schedule.get_last_lr()[0], []
-        for rows in accumulated(accelerator, scorer, micro_batches(batch, config.micro_batch_tokens)):
-            loss = -scorer(batch, rows)[0].sum() / tokens
+        learning_rate = schedule.get_last_lr()[0]
+
+        def one_batch(rows):
+            loss = -scorer(batch, rows)[0].sum() / tokens  # noqa: B023
             (loss * accelerator.num_processes).backward()
-            losses.append(loss.detach())
+            return loss.detach()
+
+        losses = within_memory(accelerator, scorer, batch, budget, one_batch)
         stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack(losses), config.max_grad_norm)
         loss = float(accelerator.reduce(torch.stack(losses).sum(), "sum"))
         seconds = watch.lap()

@@ -13,6 +13,7 @@ import re
 import shutil
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,13 +55,6 @@ def shard(count, accelerator, rows_each=1):
     """The slice of `count` items of `rows_each` rows, in order, that this process works on; sizes differ by one item at most."""
     rank, world = accelerator.process_index, accelerator.num_processes
     return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
-
-
-def accumulated(accelerator, scorer, batches):
-    """The micro-batches of one optimiser step; gradients are exchanged in the last backward only, one a process."""
-    for i, rows in enumerate(batches):
-        with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(scorer):
-            yield rows
 
 
 # Models
@@ -294,6 +288,43 @@ def micro_batches(rollout, token_budget):
             batches.append([])
         batches[-1].append(n)
     return [torch.tensor(rows, device=rollout.ids.device) for rows in batches]
+
+
+@dataclass
+class TokenBudget:
+    """How many tokens, padding in, go through the model at once. It halves itself where they do not fit into memory."""
+
+    tokens: int
+
+
+def within_memory(accelerator, scorer, rollout, budget, one_batch):
+    """one_batch(rows) for the micro-batches of one optimiser step; returns what it returned. Gradients are exchanged in the last backward only.
+
+    Out of memory: what there is of gradients is dropped, and the step begun again with half the budget, to the same result (I3).
+    """
+    asked = budget.tokens
+    while True:
+        batches, results, last = micro_batches(rollout, budget.tokens), [], False
+        try:
+            for i, rows in enumerate(batches):
+                last = i == len(batches) - 1
+                with contextlib.nullcontext() if last else accelerator.no_sync(scorer):
+                    results.append(one_batch(rows))
+            if budget.tokens < asked:
+                print(f"out of memory in the update: micro_batch_tokens went from {asked} to {budget.tokens}, the result is the same", flush=True)
+            return results
+        except torch.OutOfMemoryError as error:
+            sequence = int(rollout.prompt_mask.sum(-1).max() + rollout.lengths.max())
+            if max(map(len, batches)) == 1:
+                raise RunError(f"out of memory on one sequence of {sequence} tokens: {MEMORY_REMEDIES}") from error
+            if last and accelerator.num_processes > 1:  # the other processes wait for this one's gradients
+                raise RunError(f"out of memory at micro_batch_tokens={budget.tokens} on process {accelerator.process_index}: lower it") from error
+        scorer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        budget.tokens = min(budget.tokens, max(map(len, batches)) * sequence) // 2
+
+
+MEMORY_REMEDIES = "try --gradient_checkpointing true, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
 
 
 # Optimiser

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_eval
 import grpo_train
-from config import template_kwargs
+from config import RunError, template_kwargs
 from conftest import build_model
 from data import load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
 from rewards import RewardError
-from training import Scorer, make_optimizer
+from training import Scorer, TokenBudget, make_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -125,6 +125,10 @@ def advantages_for(out):
     return torch.randn(len(out.ids), generator=torch.Generator().manual_seed(2))
 
 
+def update(parts, out, advantages, config):
+    return grpo_train.update(*parts, out, advantages, config, TokenBudget(config.micro_batch_tokens))
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss_type):
     """I3, through the loop's own update: mu 2, KL, truncated completions masked, groups cut. TRL#3021."""
@@ -134,7 +138,7 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
         config, model, out, parts = setup(tokenizer, prompts, **settings)
         grads = []
         parts[3].register_step_pre_hook(lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in model.parameters()))
-        metrics = grpo_train.update(*parts, out, advantages_for(out), config)
+        metrics = update(parts, out, advantages_for(out), config)
         return grads, metrics
 
     whole, metrics = gradient(10**6)
@@ -144,13 +148,60 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
         assert metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-5)
 
 
+class SmallMemory(Scorer):
+    """Runs out of memory on more than `rows` rows, or now and then in the middle of a backward."""
+
+    rows = 3
+
+    def forward(self, rollout, rows):
+        logp, entropy = super().forward(rollout, rows)
+        if len(rows) > self.rows and torch.is_grad_enabled():
+            logp.register_hook(self.fail)
+        return logp, entropy
+
+    def fail(self, _):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tokenizer, prompts, capsys):
+    results = []
+    for kind in (Scorer, SmallMemory):
+        config, model, out, parts = setup(tokenizer, prompts, mu=2, beta=0.1, micro_batch_tokens=10**6)
+        parts[1] = kind(model, parts[1].tables)
+        metrics = update(parts, out, advantages_for(out), config)
+        results.append(([p.detach().clone() for p in model.parameters()], metrics))
+    (whole, metrics), (halved, halved_metrics) = results
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, halved, strict=True))
+    assert metrics == pytest.approx(halved_metrics, rel=1e-3, abs=1e-5)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
+    assert len(lines) == 1, "said once, and not again in the second pass"
+
+
+def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(tokenizer, prompts):
+    config, model, out, parts = setup(tokenizer, prompts)
+    parts[1] = SmallMemory(model, parts[1].tables)
+    parts[1].rows = 0
+    with pytest.raises(RunError, match=r"one sequence of \d+ tokens: try --gradient_checkpointing"):
+        update(parts, out, advantages_for(out), config)
+
+
+def test_truncated_importance_weights_scale_each_token_s_gradient():
+    old, sampler = torch.tensor([[0.0, -1.0, -3.0]]), torch.tensor([[0.0, -2.0, -1.0]])
+    weights = grpo_train.importance_weights(old, sampler, 2.0)
+    assert torch.allclose(weights, torch.tensor([[1.0, 2.0, math.exp(-2)]]))
+    logp = old.clone().requires_grad_()
+    loss, _ = grpo_train.grpo_loss(logp, old, torch.tensor([3.0]), torch.ones(1, 3), epsilon=0.2, epsilon_high=0.2, importance=weights)
+    loss.backward()
+    assert torch.allclose(logp.grad, -3 * weights)
+
+
 def test_the_ratio_is_one_at_mu_one_and_moves_at_mu_two(tokenizer, prompts):
     config, _, out, parts = setup(tokenizer, prompts, mu=1)
-    first = grpo_train.update(*parts, out, advantages_for(out), config)
+    first = update(parts, out, advantages_for(out), config)
     assert first["clip_low"] == first["clip_high"] == 0
     assert first["logp_diff_max"] < 1e-4
     config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05)
-    again = grpo_train.update(*parts, out, advantages_for(out), config)
+    again = update(parts, out, advantages_for(out), config)
     assert again["clip_low"] + again["clip_high"] > 0
     assert parts[4].last_epoch == 3
 
@@ -158,9 +209,9 @@ def test_the_ratio_is_one_at_mu_one_and_moves_at_mu_two(tokenizer, prompts):
 def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, prompts):
     """I4: Adam's momentum alone would move them."""
     config, model, out, parts = setup(tokenizer, prompts)
-    grpo_train.update(*parts, out, advantages_for(out), config)
+    update(parts, out, advantages_for(out), config)
     before = [p.clone() for p in model.parameters()]
-    metrics = grpo_train.update(*parts, out, torch.zeros(len(out.ids)), config)
+    metrics = update(parts, out, torch.zeros(len(out.ids)), config)
     assert metrics["skipped"] == "no group carries a signal"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert parts[4].last_epoch == 2, "the schedule goes on"
@@ -169,7 +220,7 @@ def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, pro
 def test_with_kl_a_step_without_signal_still_pulls_to_the_reference(tokenizer, prompts):
     config, model, out, parts = setup(tokenizer, prompts, beta=0.5)
     before = [p.clone() for p in model.parameters()]
-    metrics = grpo_train.update(*parts, out, torch.zeros(len(out.ids)), config)
+    metrics = update(parts, out, torch.zeros(len(out.ids)), config)
     assert metrics["kl"] > 0
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -179,7 +230,7 @@ def test_a_nan_anywhere_in_the_update_changes_no_weight_and_is_logged(tokenizer,
     poisoned = advantages_for(out)
     poisoned[3] = NAN
     before = [p.clone() for p in model.parameters()]
-    metrics = grpo_train.update(*parts, out, poisoned, config)
+    metrics = update(parts, out, poisoned, config)
     assert metrics["skipped"] == "loss or gradient not finite"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -188,10 +239,10 @@ def test_a_nan_anywhere_in_the_update_changes_no_weight_and_is_logged(tokenizer,
 def test_a_step_in_which_every_completion_was_cut_off_and_masked_moves_no_weight(tokenizer, prompts, beta):
     """TRL PR#3700: 0 / 0 there; here the gradient was 0 and Adam's momentum still moved the weights."""
     config, model, out, parts = setup(tokenizer, prompts, mask_truncated_completions=True, beta=beta)
-    grpo_train.update(*parts, out, advantages_for(out), config)
+    update(parts, out, advantages_for(out), config)
     out.ended[:] = False
     before = [p.clone() for p in model.parameters()]
-    assert "cut off" in grpo_train.update(*parts, out, advantages_for(out), config)["skipped"]
+    assert "cut off" in update(parts, out, advantages_for(out), config)["skipped"]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -237,8 +288,10 @@ def test_a_refused_run_leaves_no_output_directory(warm, tmp_path):
         (["--num_iterations", "3"], ["num_iterations", "outer_iterations or mu"]),
         (["--loss_type", "ppo"], ["loss_type='ppo'", "grpo, dapo, dr_grpo"]),
         (["--answer_format", "json"], ["answer_format='json'", "xml, hash, boxed, r1"]),
-        (["--lora_r", "8"], ["lora_r=8", "--lora_r 0"]),
-        (["--optimizer", "adamw_8bit"], ["adamw_8bit", "--optimizer adamw"]),
+        (["--lora_r", "-1"], ["lora_r=-1", "full fine-tuning"]),
+        (["--save_adapter", "true"], ["save_adapter=True", "lora_r"]),
+        (["--optimizer", "sgd"], ["optimizer='sgd'", "adamw_8bit"]),
+        (["--rollout_is", "sequence"], ["rollout_is='sequence'", "token"]),
         (["--reward", "nothing.py:f"], ["nothing.py"]),
         (["--reward_weights", "1"], ["reward_weights", "correctness_reward", "format_reward"]),
         (["--chat_template_kwargs", "{"], ["chat_template_kwargs", "JSON"]),
@@ -285,16 +338,20 @@ def test_yaml_reads_5e_6_as_a_number_and_flags_win_over_it(tmp_path):
     assert template_kwargs(config) == {"enable_thinking": False}
 
 
-def test_every_shipped_config_is_read_and_refuses_only_what_is_not_there_yet():
+def test_every_shipped_config_is_read(monkeypatch):
+    monkeypatch.setattr("config.find_spec", lambda name: name)  # as if peft and bitsandbytes were there
     for path in (ROOT / "configs").glob("*.yaml"):
         if "warm_start" in path.name:
             grpo_train.sft_train.Config(**grpo_train.settings_from_file(grpo_train.sft_train.Config, path))
-        elif path.name == "m3po_paper.yaml":
-            with pytest.raises(grpo_train.SettingError, match="adamw_8bit|lora_r"):
-                grpo_train.parse_config(Config, ["--config", str(path)])
-            grpo_train.parse_config(Config, ["--config", str(path), "--lora_r", "0", "--optimizer", "adamw"])
         else:
             grpo_train.parse_config(Config, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(("flags", "package"), [(["--lora_r", "8"], "peft"), (["--optimizer", "adamw_8bit"], "bitsandbytes")])
+def test_a_package_that_is_missing_is_named_with_what_does_without_it(flags, package, monkeypatch):
+    monkeypatch.setattr("config.find_spec", lambda name: None)
+    with pytest.raises(grpo_train.SettingError, match=f"pip install {package}, or say {flags[0]}"):
+        grpo_train.parse_config(Config, flags)
 
 
 # The whole job

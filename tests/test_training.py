@@ -10,10 +10,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from config import SettingError
-from conftest import build_model
+from conftest import FAMILIES, build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
-from training import Scorer, check_positions, guarded_step, interaction_effect, load_model, make_optimizer, micro_batches, problem_batch, refresh, save_model
+from training import (
+    Scorer,
+    add_adapters,
+    check_positions,
+    guarded_step,
+    interaction_effect,
+    load_model,
+    make_optimizer,
+    micro_batches,
+    problem_batch,
+    refresh,
+    save_adapter,
+    save_model,
+)
 
 G, T = 3, 24
 
@@ -289,3 +302,83 @@ def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(l
     effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
     assert effect["alone"] == sampled, "the same draws give the same tokens: scoring really sees what the sampler saw"
     assert effect["divergence"].abs().max() < 1e-5
+
+
+# LoRA
+
+
+def with_adapters(family, tokenizer, scale=0.1):
+    """A model with adapters that do something, and the plain one it came from."""
+    model, plain = build_model(family, tokenizer), build_model(family, tokenizer)
+    add_adapters(model, SimpleNamespace(lora_r=4, lora_alpha=8, lora_target_modules=None))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+    return model, plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sampler_is_the_policy_with_its_adapters_merged(family, tokenizer):
+    pytest.importorskip("peft")
+    model, copy = with_adapters(family, tokenizer)
+    ids = torch.arange(12).view(1, 12)
+    assert not torch.allclose(model(ids).logits, copy(ids).logits, atol=1e-2)
+    assert float(refresh(copy, model)) > 0.1
+    assert torch.allclose(model(ids).logits, copy(ids).logits, atol=1e-4)
+    assert float(refresh(copy, model)) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_are_trained_and_scoring_equals_sampling(family, tokenizer, prompts):
+    """I1 with LoRA: rollouts on the merged copy, scoring through base and adapters."""
+    pytest.importorskip("peft")
+    model, copy = with_adapters(family, tokenizer)
+    refresh(copy, model)
+    decoder, out = rollout_of(copy, tokenizer, prompts)
+    logp, _ = Scorer(model, decoder.tables)(out, all_rows(out))
+    assert torch.allclose(logp, out.logp, atol=1e-4)
+    logp.sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert trained == {name for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def test_a_saved_model_holds_its_adapters_and_the_adapter_alone_loads_in_peft(tokenizer, tmp_path):
+    peft = pytest.importorskip("peft")
+    for family in FAMILIES:
+        model, plain = with_adapters(family, tokenizer)
+        model.source_dropout, ids = {}, torch.arange(12).view(1, 12)
+        save_model(model, tokenizer, tmp_path / family, torch.float32)
+        save_adapter(model, tmp_path / family / "adapter")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-4)
+        adapted = peft.PeftModel.from_pretrained(plain, tmp_path / family / "adapter")
+        assert torch.allclose(adapted(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_a_layer_name_that_no_layer_has_is_one_line(tokenizer):
+    pytest.importorskip("peft")
+    with pytest.raises(SettingError, match="lora_target_modules="):
+        add_adapters(build_model("llama", tokenizer), SimpleNamespace(lora_r=4, lora_alpha=8, lora_target_modules=["nothing"]))
+
+
+def test_8_bit_moments_learn_as_float32_ones_do():
+    pytest.importorskip("bitsandbytes")
+    losses = {}
+    for kind in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(128, 128), torch.randn(64, 128)
+        optimizer, _ = make_optimizer(
+            model,
+            SimpleNamespace(
+                optimizer=kind, learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.99, warmup_ratio=0.0, lr_scheduler_type="constant"
+            ),
+            50,
+        )
+        for _ in range(50):
+            loss = (model(x) - x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[kind] = float(loss)
+    assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.1)
