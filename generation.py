@@ -241,15 +241,17 @@ class GroupDecoder:
         return self.tokenizer.decode(ids[: len(ids) - int(ended)], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @torch.no_grad()
-    def complete(self, prompts, max_new_tokens, samples=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, batch_rows=None, progress=None):
+    def complete(self, prompts, max_new_tokens, samples=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, batch_rows=None, progress=None, first=0):
         """Decode many prompts (lists of ids), single paths: returns for each prompt `samples` pairs (ids, ended), ids with their EOS.
 
         Temperature 0 is greedy. `batch_rows` rows are decoded at once, and prompts that wait take the place of those that have ended. A sample
-        depends on its prompt's place and `seed`, not on what is decoded beside it.
+        depends on its prompt's place and `seed`, not on what is decoded beside it; `first` is the place of the first prompt, where another process
+        has those before.
         """
         if not prompts:
             return []
-        uniforms = rollout_uniforms(seed, 0, 0, len(prompts) * samples, max_new_tokens) if temperature > 0 else None
+        skipped, rows = first * samples, len(prompts) * samples
+        uniforms = rollout_uniforms(seed, 0, 0, skipped + rows, max_new_tokens)[skipped:] if temperature > 0 else None
         how = How(uniforms is None, top_k, top_p, False)
         out, lengths = self._decode(prompts, samples, max_new_tokens, uniforms, temperature or 1.0, how, batch_rows, progress)
         rows = zip(out["ids"].tolist(), lengths.tolist(), out["ended"].tolist(), strict=True)

@@ -8,6 +8,7 @@ Writes eval_runs/<name>/report.json and samples.jsonl; the last line it prints i
 
 import hashlib
 import json
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -16,14 +17,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from scipy import stats
 from tqdm import tqdm
 
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
 from data import encode_prompts, load_problems
 from generation import GroupDecoder
+from launch import launch, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, correctness_reward, extract_answer, last_number, parse_number
-from training import check_positions, load_model, load_tokenizer, rollout_dtype
+from training import check_positions, load_model, load_tokenizer, rollout_dtype, shard
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
 FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "system_prompt_file": None, "chat_template_kwargs": "{}", "question_column": None,
@@ -56,6 +60,7 @@ class Config:
     torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (half a minute, then faster); false pays for a few questions only")
     output_dir: str = setting("eval_runs", "the run goes into a folder of its own in here")
     name: str | None = setting(None, "name of that folder (default: model, data set, split and time)")
+    num_processes: int | None = setting(None, "processes to start on this machine (default: one a visible GPU, one on the CPU)")
     trust_remote_code: bool = setting(False, "run code that comes with a model")
 
     def __post_init__(self):
@@ -68,7 +73,7 @@ class Config:
             raise SettingError("dataset", self.dataset, "is the one file this model was trained on: give another --dataset, or --split train to mean it")
         check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
         check(self, "max_prompt_length max_completion_length num_samples", lambda v: v >= 1, "must be at least 1")
-        check(self, "limit batch_size", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: v >= 0, "must not be negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
         if self.num_samples > 1 and self.temperature == 0:
@@ -128,8 +133,9 @@ def summarise(records, skipped):
 
 
 def evaluate(config):
-    """Decode, grade, write; returns the report."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Decode, grade, write; returns the report. Each process decodes its part, and all grade; only the first writes."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    device = accelerator.device
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
     problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
@@ -141,13 +147,18 @@ def evaluate(config):
     check_positions(model, asked, config)
     decoder = GroupDecoder(model, tokenizer, compiled=config.torch_compile)
     sampling = dict(samples=config.num_samples, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+    mine = shard(len(asked), accelerator)
     started = time.perf_counter()
-    with tqdm(total=len(asked), unit="question", disable=None) as bar:
-        answers = decoder.complete([p.ids for p in asked], config.max_completion_length, batch_rows=config.batch_size, progress=bar.update, **sampling)
+    with tqdm(total=len(asked[mine]), unit="question", disable=None if accelerator.is_main_process else True) as bar:
+        prompts = [p.ids for p in asked[mine]]
+        answers = decoder.complete(prompts, config.max_completion_length, batch_rows=config.batch_size, progress=bar.update, first=mine.start, **sampling)
+    answers = gather_object(answers)
     seconds = time.perf_counter() - started
     records = grade(asked, answers, decoder, config.answer_format)
     report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
+    if not accelerator.is_main_process:
+        return report, folder
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "samples.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
@@ -156,7 +167,13 @@ def evaluate(config):
 
 
 def main():
-    report, folder = evaluate(parse_config(Config, description=__doc__.splitlines()[0]))
+    config = parse_config(Config, description=__doc__.splitlines()[0])
+    if processes := starts_processes(config.num_processes):
+        launch(processes)
+        return
+    report, folder = evaluate(config)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return
     low, high = report["accuracy_ci95"]
     print(f"{report['questions']} questions in {report['seconds']} s; completions in {folder / 'samples.jsonl'}")
     print(f"accuracy {report['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}); by the last number in the text {report['accuracy_last_number']:.3f}; "
