@@ -41,11 +41,11 @@ def synthetic_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")), eos_token="<eos>", pad_token="<eos>")
 
 
-def build(shape):
+def build(shape, dtype=torch.bfloat16):
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPES[shape], vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=0, pad_token_id=0)
     with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def clock(function, repeat=3):
