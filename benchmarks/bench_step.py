@@ -108,14 +108,17 @@ def trl_case(case, steps, emit):
         return torch.rand(len(completions), generator=generator).tolist()
 
     with tempfile.TemporaryDirectory() as folder:
+        build(shape).save_pretrained(folder)  # it loads the reference from where the policy came
+        tokenizer.save_pretrained(folder)
         config = GRPOConfig(
             output_dir=folder, per_device_train_batch_size=16, gradient_accumulation_steps=B * G // 16, num_generations=G, max_completion_length=T,
             beta=settings["beta"], max_steps=steps + 1, bf16=True, report_to="none", save_strategy="no", logging_steps=1000, gradient_checkpointing=False,
-            temperature=1.0, learning_rate=5e-6, use_vllm=False, disable_tqdm=True, generation_kwargs=dict(min_new_tokens=T),
+            temperature=1.0, learning_rate=5e-6, use_vllm=False, disable_tqdm=True,
+            model_init_kwargs=dict(dtype="bfloat16"), generation_kwargs=dict(min_new_tokens=T),
         )  # fmt: skip
         data = Dataset.from_dict({"prompt": prompts})
         torch.cuda.reset_peak_memory_stats()
-        GRPOTrainer(build(shape), reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
+        GRPOTrainer(folder, reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
     emit(case, "trl_step_seconds", statistics.median(seconds[1:]), "s")
     emit(case, "trl_peak_gib", torch.cuda.max_memory_allocated() / 2**30, "GiB")
 
