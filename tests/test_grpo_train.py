@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from conftest import build_model
 from data import load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
+from launch import starts_processes
 from rewards import RewardError
 from training import Scorer, TokenBudget, make_optimizer
 
@@ -653,3 +655,32 @@ def test_the_tiny_job_learns_from_its_reward_and_learns_nothing_from_shuffled_ad
     start = ["--warm_start", "none", "--model", str(tmp_path / "honest" / "warm_start"), "--num_steps", "120"]
     before, after = accuracy_after(tmp_path / "shuffled", [*argv, str(tmp_path / "shuffled"), *start])
     assert after <= before + 0.1  # 200 problems: 0.07 is two standard deviations of a difference
+
+
+def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert starts_processes(None) == 4
+    assert starts_processes(2) == 2
+    assert starts_processes(1) is None
+    monkeypatch.setenv("RANK", "0")
+    assert starts_processes(None) is None
+
+
+@pytest.mark.slow
+def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm, tmp_path):
+    """open-r1#620: the others waited 30 minutes for the one that had died."""
+    flags = [*SHORT, "--warm_start", "none", "--model", warm, "--num_processes", "2", "--num_steps", "2"]
+    done = command("grpo_train.py", *flags, "--output_dir", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    assert "on 2 cpu process(es)" in done.stdout
+    (tmp_path / "fails.py").write_text(
+        "import os\ndef reward(completions, **kwargs):\n    if os.environ['RANK'] == '1':\n        raise ValueError('boom')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    started = time.perf_counter()
+    done = command("grpo_train.py", *flags, "--output_dir", tmp_path / "failed", "--reward", f"{tmp_path / 'fails.py'}:reward")
+    assert done.returncode == 1
+    assert "boom" in done.stderr
+    assert "process 1 ended with status 1" in done.stderr
+    assert time.perf_counter() - started < 60
