@@ -88,6 +88,7 @@ class TrainConfig:
     eval_problems: int = setting(100, "held-out problems, cut from the training split by hash; 0: none")
     save_every: int = setting(0, "also write output_dir/checkpoint-<step> (float32 weights) every N steps; 0: only the end")
     cpu_threads: int | None = setting(None, "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model")
+    fsdp: bool = setting(False, "shard float32 weights, gradients and moments over the processes (FSDP2); the rollout copy stays whole on each")
     num_processes: int | None = setting(None, "processes to start on this machine (default: one a visible GPU, one on the CPU)")
     seed: int = setting(42, "seeds problem order, draws and new models")
     report_to: str = setting("none", "only `none` for now: metrics.jsonl holds everything")
@@ -112,6 +113,8 @@ class TrainConfig:
         check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
         check(self, "lora_alpha", lambda v: v >= 1, "must be at least 1")
         needs_package(self, "lora_r", self.lora_r > 0, "peft", 0)
+        if self.fsdp and (self.lora_r or self.optimizer != "adamw"):
+            raise SettingError("fsdp", True, "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments are small without it")
         if self.save_adapter and not self.lora_r:
             raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
         check(self, "report_to", lambda v: v == "none", "trackers are not there yet: say --report_to none and read metrics.jsonl")

@@ -34,6 +34,7 @@ from training import (
     Stopwatch,
     TokenBudget,
     check_positions,
+    distribute,
     guarded_step,
     held_out_accuracy,
     interaction_effect,
@@ -42,6 +43,7 @@ from training import (
     load_policy,
     load_tokenizer,
     make_optimizer,
+    merged_state,
     open_output,
     prepare_problems,
     problem_batch,
@@ -216,7 +218,7 @@ def train(config):
     refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
     decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
-    scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
+    scorer = distribute(accelerator, Scorer(policy, decoder.tables, config.bf16), config)
     ref_scorer = None if reference is None else Scorer(reference, decoder.tables, config.bf16)
     budget = TokenBudget(config.micro_batch_tokens)
     steps = steps_to_do(config, len(problems))
@@ -285,15 +287,17 @@ def train(config):
         log.write(metrics)
         if explained:
             log.say(explained)
-        if config.save_every and (step + 1) % config.save_every == 0 and accelerator.is_main_process:
-            save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32)
+        saves = config.save_every and (step + 1) % config.save_every == 0
+        state = merged_state(policy) if saves or last else None
+        if saves and accelerator.is_main_process:
+            save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32, state)
             shutil.copy(folder / "run_config.yaml", folder / f"checkpoint-{step + 1}")  # grpo_eval.py reads the format from it
         if last:
             break
 
     log.close()
     if accelerator.is_main_process:
-        save_model(policy, tokenizer, folder, policy.source_dtype)
+        save_model(policy, tokenizer, folder, policy.source_dtype, state)
         if config.save_adapter:
             save_adapter(policy, folder / "adapter")
         print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
@@ -359,7 +363,7 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     sums, furthest, norms, skipped = Counter(), 0.0, [], {}
 
-    def one_batch(rows):
+    def one_batch(rows, counts):
         """Gradients of one micro-batch, added to those that are there; returns sums over its tokens."""
         logp, entropy = scorer(rollout, rows)
         if iteration == 0:
@@ -370,7 +374,7 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
         importance = importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap) if config.rollout_is == "token" else None
         loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high, beta=config.beta,
                                 ref_logp=ref_logp[rows], importance=importance)  # fmt: skip
-        (loss * accelerator.num_processes).backward()  # data parallelism averages, the loss is a sum
+        (loss * (counts * accelerator.num_processes)).backward()  # data parallelism averages, the loss is a sum
         difference = (logp.detach() - rollout.logp[rows]).abs()
         terms |= {"entropy": entropy, "logp_diff": difference if iteration == 0 else torch.zeros_like(difference)}
         return {"loss": loss.detach(), "furthest": (difference * rollout.mask[rows]).max(), **{k: (v.detach() * mask[rows]).sum() for k, v in terms.items()}}

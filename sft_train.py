@@ -22,6 +22,7 @@ from training import (
     Stopwatch,
     TokenBudget,
     check_positions,
+    distribute,
     guarded_step,
     held_out_accuracy,
     largest,
@@ -29,6 +30,7 @@ from training import (
     load_policy,
     load_tokenizer,
     make_optimizer,
+    merged_state,
     open_output,
     prepare_problems,
     problem_batch,
@@ -104,7 +106,7 @@ def train(config):
     check_positions(policy, problems, config)
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
     decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
-    scorer = accelerator.prepare_model(Scorer(policy, decoder.tables, config.bf16))
+    scorer = distribute(accelerator, Scorer(policy, decoder.tables, config.bf16), config)
     budget, total = TokenBudget(config.micro_batch_tokens), steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
     folder = open_output(config, accelerator)
@@ -119,9 +121,9 @@ def train(config):
         tokens = sum(len(ids) for _, ids in chosen)  # of all processes
         learning_rate = schedule.get_last_lr()[0]
 
-        def one_batch(rows):
+        def one_batch(rows, counts):
             loss = -scorer(batch, rows)[0].sum() / tokens  # noqa: B023
-            (loss * accelerator.num_processes).backward()
+            (loss * (counts * accelerator.num_processes)).backward()
             return loss.detach()
 
         losses = within_memory(accelerator, scorer, batch, budget, one_batch)
@@ -140,8 +142,9 @@ def train(config):
         if last:
             break
     log.close()
+    state = merged_state(policy)
     if accelerator.is_main_process:
-        save_model(policy, tokenizer, folder, policy.source_dtype)
+        save_model(policy, tokenizer, folder, policy.source_dtype, state)
         if config.save_adapter:
             save_adapter(policy, folder / "adapter")
     accelerator.wait_for_everyone()

@@ -24,6 +24,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
@@ -49,6 +52,25 @@ def start_processes(config):
     if config.batch_size < accelerator.num_processes:
         raise SettingError("batch_size", config.batch_size, f"must give each of the {accelerator.num_processes} processes a problem")
     return accelerator
+
+
+def distribute(accelerator, scorer, config):
+    """The scorer as data parallelism runs it: whole on each process (DDP), or with float32 weights, gradients and moments in shards (FSDP2)."""
+    if not config.fsdp or accelerator.num_processes == 1:
+        return accelerator.prepare_model(scorer)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    half = torch.bfloat16 if config.bf16 and accelerator.device.type == "cuda" else None
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False))
+    blocks = set(scorer.model._no_split_modules)
+    for module in scorer.model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, **how)
+    return fully_shard(scorer, **how)
+
+
+def whole(tensor):
+    """A sharded tensor put together (every process must call it), any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard(count, accelerator, rows_each=1):
@@ -172,7 +194,7 @@ def refresh(copy, policy):
     """
     changed, total = torch.zeros((), device=copy.device), 0
     for target, (_, source) in zip(copy.parameters(), merged_parameters(policy), strict=True):
-        new = source.detach().to(target.dtype)
+        new = whole(source.detach()).to(target.dtype)
         changed += (new != target).sum()
         total += target.numel()
         target.copy_(new)
@@ -298,26 +320,30 @@ class TokenBudget:
 
 
 def within_memory(accelerator, scorer, rollout, budget, one_batch):
-    """one_batch(rows) for the micro-batches of one optimiser step; returns what it returned. Gradients are exchanged in the last backward only.
+    """one_batch(rows, counts) for the micro-batches of one optimiser step; returns what it returned. `counts` is 1, or 0 where nothing may count.
 
+    DDP exchanges gradients in the last backward only. FSDP works together in every forward and backward, so a process with fewer micro-batches
+    goes through one of its own again, which counts for nothing.
     Out of memory: what there is of gradients is dropped, and the step begun again with half the budget, to the same result (I3).
     """
-    asked = budget.tokens
+    asked, sharded = budget.tokens, isinstance(scorer, FSDPModule)
     while True:
         batches, results, last = micro_batches(rollout, budget.tokens), [], False
+        turns = largest(len(batches)) if sharded else len(batches)
         try:
-            for i, rows in enumerate(batches):
-                last = i == len(batches) - 1
-                with contextlib.nullcontext() if last else accelerator.no_sync(scorer):
-                    results.append(one_batch(rows))
+            for i in range(turns):
+                rows, counts = (batches[i], 1.0) if i < len(batches) else (batches[-1][-1:], 0.0)
+                last = i == turns - 1
+                with contextlib.nullcontext() if last or sharded else accelerator.no_sync(scorer):
+                    results.append(one_batch(rows, counts))
             if budget.tokens < asked:
                 print(f"out of memory in the update: micro_batch_tokens went from {asked} to {budget.tokens}, the result is the same", flush=True)
-            return results
+            return results[: len(batches)]
         except torch.OutOfMemoryError as error:
             sequence = int(rollout.prompt_mask.sum(-1).max() + rollout.lengths.max())
             if max(map(len, batches)) == 1:
                 raise RunError(f"out of memory on one sequence of {sequence} tokens: {MEMORY_REMEDIES}") from error
-            if last and accelerator.num_processes > 1:  # the other processes wait for this one's gradients
+            if sharded or (last and accelerator.num_processes > 1):  # the other processes wait for this one
                 raise RunError(f"out of memory at micro_batch_tokens={budget.tokens} on process {accelerator.process_index}: lower it") from error
         scorer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
@@ -351,7 +377,7 @@ def guarded_step(accelerator, scorer, optimizer, schedule, losses, max_grad_norm
 
     Returns (stepped, gradient norm before clipping). Gradients are spent.
     """
-    norm = torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm or math.inf)
+    norm = whole(torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm or math.inf))
     bad = ~(torch.isfinite(norm) & torch.isfinite(losses).all())
     stepped = float(accelerator.reduce(bad.float(), "sum")) == 0  # device sync
     if stepped:
@@ -468,11 +494,12 @@ def _short(value):
 
 @torch.no_grad()
 def merged_state(model):
-    """The state dict as the model without adapters has it."""
-    merged = dict(merged_parameters(model))
-    state = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items() if ".lora_" not in name}
-    tied = {value.data_ptr(): name for name, value in model.named_parameters()}  # a tied weight has one name there, and two in the state
-    return {name: merged.get(name, merged.get(tied.get(value.data_ptr(), ""), value)) for name, value in state.items()}
+    """The state dict as a plain model has it: adapters merged, shards put together. Every process must call it where weights are sharded."""
+    merged, first = {name: whole(value) for name, value in merged_parameters(model)}, {}
+    alias = {name: first.setdefault(id(value), name) for name, value in model.named_parameters(remove_duplicate=False)}  # a tied weight has two names
+    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    plain = {name: name.replace(".base_layer.", ".") for name in state}
+    return {plain[name]: merged.get(plain.get(alias.get(name, name), ""), value) for name, value in state.items()}
 
 
 def save_adapter(model, folder):
@@ -487,14 +514,17 @@ def save_adapter(model, folder):
     model.peft_config["default"].save_pretrained(folder)
 
 
-def save_model(model, tokenizer, folder, dtype):
-    """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written."""
+def save_model(model, tokenizer, folder, dtype, state=None):
+    """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written.
+
+    `state`: what `merged_state` gave, where weights are sharded.
+    """
     folder = Path(folder)
     temporary = folder / ".saving"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        state = merged_state(model)
+        state = merged_state(model) if state is None else state
         cast = {v.data_ptr(): v.to(dtype) if v.is_floating_point() else v for v in state.values()}  # tied weights stay one tensor
         model.save_pretrained(temporary, state_dict={k: cast[v.data_ptr()] for k, v in state.items()})
         tokenizer.save_pretrained(temporary)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_eval
@@ -684,3 +685,21 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
     assert "boom" in done.stderr
     assert "process 1 ended with status 1" in done.stderr
     assert time.perf_counter() - started < 60
+
+
+@pytest.mark.slow
+def test_sharded_weights_train_as_whole_ones_do(warm, tmp_path):
+    """FSDP2 against DDP on two processes: seven problems, so that one of them has fewer micro-batches, which must not hang the other."""
+    flags = [*SHORT, "--warm_start", "none", "--model", warm, "--num_processes", "2", "--batch_size", "7", "--micro_batch_tokens", "300", "--beta", "0.04"]
+    states = []
+    for fsdp in ("false", "true"):
+        done = command("grpo_train.py", *flags, "--fsdp", fsdp, "--save_every", "2", "--output_dir", tmp_path / fsdp)
+        assert done.returncode == 0, done.stderr
+        states.append((load_file(tmp_path / fsdp / "model.safetensors"), [json.loads(line) for line in open(tmp_path / fsdp / "metrics.jsonl")]))
+        assert (tmp_path / fsdp / "checkpoint-2" / "model.safetensors").exists()
+    (whole, metrics), (sharded, sharded_metrics) = states
+    assert set(whole) == set(sharded)
+    assert all(torch.allclose(whole[name], sharded[name], atol=1e-5) for name in whole)
+    for a, b in zip(metrics, sharded_metrics, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
