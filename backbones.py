@@ -39,13 +39,19 @@ def vocab_logits(model, hidden, tables=None):
 
     Ids past the tokenizer do not exist, in sampling and in scoring alike (NeMo-RL#237).
     """
-    logits = model.get_output_embeddings()(hidden)
-    logits = (logits if tables is None else logits[..., : tables.num_real]).float()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    num_real, missing = (None, None) if tables is None else (tables.num_real, tables.missing)
+    return real_logits(model.get_output_embeddings()(hidden), softcap(model), num_real, missing)
+
+
+def softcap(model):
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+def real_logits(logits, cap, num_real=None, missing=None):
+    """What a head gives (..., W) -> float32 (..., num_real), as `vocab_logits` has it."""
+    logits = logits[..., :num_real].float()
     logits = torch.tanh(logits / cap) * cap if cap else logits
-    if tables is None or tables.missing is None:
-        return logits
-    return logits.masked_fill(tables.missing, IMPOSSIBLE)
+    return logits if missing is None else logits.masked_fill(missing, IMPOSSIBLE)
 
 
 @torch.no_grad()

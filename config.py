@@ -72,7 +72,7 @@ class TrainConfig:
     max_minutes: float | None = setting(None, "stop after the step that passes this much training time, then save as usual")
     max_prompt_length: int = setting(512, "longer prompts (in tokens) are skipped and counted, never cut")
     max_completion_length: int = setting(400, "tokens a completion may have")
-    micro_batch_tokens: int = setting(16384, "tokens (padding in) that go through the model at once in the update; changes memory, not gradients")
+    micro_batch_tokens: int | None = setting(None, "tokens (padding in) at once in the update: changes memory, not gradients (default: what memory holds)")
     learning_rate: float = setting(5e-6, "peak learning rate of AdamW")
     weight_decay: float = setting(0.0, "AdamW's decay, on matrices only")
     adam_beta1: float = setting(0.9, "AdamW's first beta")
@@ -81,8 +81,8 @@ class TrainConfig:
     max_grad_norm: float = setting(0.1, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("constant", "learning rate after the warm-up")
     warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
-    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (half a minute once a process, then faster)")
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward: less memory, a third more time")
+    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step and the layers of the update (a minute once a process, then faster)")
+    gradient_checkpointing: str = setting("auto", "on: recompute activations in the backward (less memory, a third more time); auto: where memory is short")
     bf16: bool = setting(True, "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32")
     eval_every: int = setting(50, "evaluate greedily on held-out problems every N steps, and before the first and after the last; 0: never")
     eval_problems: int = setting(100, "held-out problems, cut from the training split by hash; 0: none")
@@ -99,14 +99,17 @@ class TrainConfig:
     save_adapter: bool = setting(False, "LoRA: also write the adapter alone into output_dir/adapter; output_dir itself holds merged weights")
 
     def __post_init__(self):
-        check(self, "batch_size num_steps max_prompt_length max_completion_length micro_batch_tokens", lambda v: v >= 1, "must be at least 1")
+        words = {"true": "on", "false": "off"}  # as YAML and other trainers have it
+        object.__setattr__(self, "gradient_checkpointing", words.get(self.gradient_checkpointing.lower(), self.gradient_checkpointing))
+        check(self, "gradient_checkpointing", lambda v: v in ("auto", "on", "off"), "must be auto, on or off")
+        check(self, "batch_size num_steps max_prompt_length max_completion_length", lambda v: v >= 1, "must be at least 1")
         check(self, "learning_rate weight_decay max_grad_norm eval_every eval_problems save_every", lambda v: 0 <= v < math.inf, "must be finite, 0 or more")
         check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
         check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "num_epochs max_minutes", lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
         check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
         check(self, "lr_scheduler_type", lambda v: v in ("constant", "linear", "cosine"), "must be constant, linear or cosine")
-        check(self, "limit num_processes", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "limit num_processes micro_batch_tokens", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
         check(self, "optimizer", lambda v: v in ("adamw", "adamw_8bit"), "must be adamw or adamw_8bit")
         needs_package(self, "optimizer", self.optimizer == "adamw_8bit", "bitsandbytes", "adamw")
@@ -223,6 +226,8 @@ def _typed(name, hint, value):
     parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = [get_origin(p) or p for p in parts if p is not NoneType]
     kinds = [str if kind is Literal else kind for kind in kinds]
+    if isinstance(value, bool) and name == "gradient_checkpointing":  # YAML reads on and off so
+        return str(value)
     if isinstance(value, dict) and str in kinds:
         return json.dumps(value)
     if value is None and NoneType in parts:

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
 from data import encode_prompts, load_problems
 from generation import GroupDecoder
-from launch import launch, starts_processes
+from processes import launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, correctness_reward, extract_answer, last_number, parse_number
-from training import check_positions, load_model, load_tokenizer, rollout_dtype, shard
+from training import check_positions, load_model, load_tokenizer, rollout_dtype
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
 FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "system_prompt_file": None, "chat_template_kwargs": "{}", "question_column": None,

@@ -25,24 +25,23 @@ import sft_train
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
-from launch import launch, starts_processes
 from m3po_module import SIMILARITIES, describe_interaction
+from memory import TokenBudget, within_memory
+from processes import distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, correctness_reward, extract_answer, load_reward
 from training import (
     MetricsLog,
     Scorer,
     Stopwatch,
-    TokenBudget,
     check_positions,
-    distribute,
     guarded_step,
     held_out_accuracy,
     interaction_effect,
-    largest,
     load_model,
     load_policy,
     load_tokenizer,
     make_optimizer,
+    make_scorer,
     merged_state,
     open_output,
     prepare_problems,
@@ -52,10 +51,7 @@ from training import (
     rollout_dtype,
     save_adapter,
     save_model,
-    shard,
-    start_processes,
     steps_to_do,
-    within_memory,
 )
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -218,12 +214,12 @@ def train(config):
     refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
     decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
-    scorer = distribute(accelerator, Scorer(policy, decoder.tables, config.bf16), config)
-    ref_scorer = None if reference is None else Scorer(reference, decoder.tables, config.bf16)
-    budget = TokenBudget(config.micro_batch_tokens)
+    scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
+    ref_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     steps = steps_to_do(config, len(problems))
     total = steps * config.outer_iterations
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
+    budget = TokenBudget(config, policy, optimizer)
     folder = open_output(config, accelerator)
     log = MetricsLog(folder, total, SHOWN, accelerator)
     log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "

@@ -14,22 +14,20 @@ import torch
 from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
-from launch import launch, starts_processes
+from memory import TokenBudget, within_memory
+from processes import distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
     MetricsLog,
-    Scorer,
     Stopwatch,
-    TokenBudget,
     check_positions,
-    distribute,
     guarded_step,
     held_out_accuracy,
-    largest,
     load_model,
     load_policy,
     load_tokenizer,
     make_optimizer,
+    make_scorer,
     merged_state,
     open_output,
     prepare_problems,
@@ -39,10 +37,7 @@ from training import (
     rollout_dtype,
     save_adapter,
     save_model,
-    shard,
-    start_processes,
     steps_to_do,
-    within_memory,
 )
 
 SHOWN = {"loss": "loss", "eval_accuracy": "held-out", "grad_norm": "grad", "learning_rate": "lr", "step_seconds": "s", "skipped": "SKIPPED:"}
@@ -106,9 +101,10 @@ def train(config):
     check_positions(policy, problems, config)
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.eval_every else policy
     decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
-    scorer = distribute(accelerator, Scorer(policy, decoder.tables, config.bf16), config)
-    budget, total = TokenBudget(config.micro_batch_tokens), steps_to_do(config, len(pairs))
+    scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
+    total = steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
+    budget = TokenBudget(config, policy, optimizer)
     folder = open_output(config, accelerator)
     log = MetricsLog(folder, total, SHOWN, accelerator)
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")

@@ -4,8 +4,8 @@ Axes: B prompts, G generations a prompt, N = B*G rows in group-major order, P pr
 through the model, V the tokenizer's real ids, E embedding width.
 """
 
-import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -13,71 +13,27 @@ import re
 import shutil
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 from transformers.pytorch_utils import Conv1D
 
-from backbones import check_head, model_body, vocab_logits
+from backbones import check_head, model_body, real_logits, softcap, vocab_logits
 from config import RunError, SettingError, resolved, system_prompt, template_kwargs, write_whole
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
 from generation import draw
 from m3po_module import blend
+from processes import shard, whole
 from rewards import correctness_reward
-
-# Processes
-
-
-def start_processes(config):
-    """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
-    no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
-    torch.manual_seed(config.seed)
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
-    if config.batch_size < accelerator.num_processes:
-        raise SettingError("batch_size", config.batch_size, f"must give each of the {accelerator.num_processes} processes a problem")
-    return accelerator
-
-
-def distribute(accelerator, scorer, config):
-    """The scorer as data parallelism runs it: whole on each process (DDP), or with float32 weights, gradients and moments in shards (FSDP2)."""
-    if not config.fsdp or accelerator.num_processes == 1:
-        return accelerator.prepare_model(scorer)
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    half = torch.bfloat16 if config.bf16 and accelerator.device.type == "cuda" else None
-    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False))
-    blocks = set(scorer.model._no_split_modules)
-    for module in scorer.model.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, **how)
-    return fully_shard(scorer, **how)
-
-
-def whole(tensor):
-    """A sharded tensor put together (every process must call it), any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard(count, accelerator, rows_each=1):
-    """The slice of `count` items of `rows_each` rows, in order, that this process works on; sizes differ by one item at most."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
-
 
 # Models
 
@@ -150,8 +106,6 @@ def load_policy(config, name, tokenizer, device):
     policy = load_model(dtype=rollout_dtype(config) if config.lora_r else torch.float32, **load)
     if config.lora_r:
         add_adapters(policy, config)
-    if config.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
 
 
@@ -210,9 +164,12 @@ class Scorer(nn.Module):
     The one module that data parallelism wraps: nothing else touches policy weights while gradients are taken.
     """
 
-    def __init__(self, model, tables, bf16=False, chunk_tokens=2048):
+    def __init__(self, model, tables, bf16=False, chunk_tokens=2048, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
+        self.finish = torch.compile(token_scores, dynamic=True) if compiled else token_scores
+        if compiled:
+            compile_layers(model)
         self.autocast = dict(device_type=model.device.type, dtype=torch.bfloat16, enabled=bf16 and model.device.type == "cuda")
 
     def forward(self, rollout, rows):
@@ -266,14 +223,33 @@ class Scorer(nn.Module):
         return embeds.to(torch.bfloat16) if self.autocast["enabled"] else embeds
 
     def _score(self, hidden, targets, temperature):
-        logits = vocab_logits(self.model, hidden, self.tables) / temperature  # (m, V), the only place where they exist
-        log_norm = logits.logsumexp(-1)
-        with torch.no_grad():
-            entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
-        return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy
+        logits = self.model.get_output_embeddings()(hidden)  # (m, W), the only place where they exist
+        return self.finish(logits, targets, temperature, softcap(self.model), self.tables.num_real, self.tables.missing)
 
     def _score_checkpointed(self, *inputs):
         return checkpoint(self._score, *inputs, use_reentrant=False)
+
+
+def make_scorer(model, tables, config):
+    """The Scorer of a run, compiled on CUDA unless the settings say otherwise (under FSDP2 it is not)."""
+    return Scorer(model, tables, config.bf16, compiled=config.torch_compile and model.device.type == "cuda" and not config.fsdp)
+
+
+def token_scores(logits, targets, temperature, cap, num_real, missing):
+    """Log-probs of the targets (m,), with gradient, and entropies, without: logits (m, W) of the whole head."""
+    logits = real_logits(logits, cap, num_real, missing) / temperature
+    log_norm = logits.logsumexp(-1)
+    fixed, norm = logits.detach(), log_norm.detach()
+    entropy = norm - ((fixed - norm[:, None]).exp() * fixed).sum(-1)
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy
+
+
+def compile_layers(model):
+    """Compile the decoder layers, in place: all are one piece of code, compiled once for any number of rows and tokens."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in kinds:
+            module.compile(dynamic=True)
 
 
 @torch.no_grad()
@@ -300,59 +276,6 @@ def interaction_effect(scorer, rollout, uniforms):
     return {"steps": steps, "similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
 
 
-def micro_batches(rollout, token_budget):
-    """Row indices in batches of at most `token_budget` tokens, padding in, rows of like length together; one row goes whatever its length."""
-    prompt_lengths = rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations)
-    lengths = (prompt_lengths + rollout.lengths).tolist()  # device sync
-    batches, longest_first = [], sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    for n in longest_first:
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > token_budget:
-            batches.append([])
-        batches[-1].append(n)
-    return [torch.tensor(rows, device=rollout.ids.device) for rows in batches]
-
-
-@dataclass
-class TokenBudget:
-    """How many tokens, padding in, go through the model at once. It halves itself where they do not fit into memory."""
-
-    tokens: int
-
-
-def within_memory(accelerator, scorer, rollout, budget, one_batch):
-    """one_batch(rows, counts) for the micro-batches of one optimiser step; returns what it returned. `counts` is 1, or 0 where nothing may count.
-
-    DDP exchanges gradients in the last backward only. FSDP works together in every forward and backward, so a process with fewer micro-batches
-    goes through one of its own again, which counts for nothing.
-    Out of memory: what there is of gradients is dropped, and the step begun again with half the budget, to the same result (I3).
-    """
-    asked, sharded = budget.tokens, isinstance(scorer, FSDPModule)
-    while True:
-        batches, results, last = micro_batches(rollout, budget.tokens), [], False
-        turns = largest(len(batches)) if sharded else len(batches)
-        try:
-            for i in range(turns):
-                rows, counts = (batches[i], 1.0) if i < len(batches) else (batches[-1][-1:], 0.0)
-                last = i == turns - 1
-                with contextlib.nullcontext() if last or sharded else accelerator.no_sync(scorer):
-                    results.append(one_batch(rows, counts))
-            if budget.tokens < asked:
-                print(f"out of memory in the update: micro_batch_tokens went from {asked} to {budget.tokens}, the result is the same", flush=True)
-            return results[: len(batches)]
-        except torch.OutOfMemoryError as error:
-            sequence = int(rollout.prompt_mask.sum(-1).max() + rollout.lengths.max())
-            if max(map(len, batches)) == 1:
-                raise RunError(f"out of memory on one sequence of {sequence} tokens: {MEMORY_REMEDIES}") from error
-            if sharded or (last and accelerator.num_processes > 1):  # the other processes wait for this one
-                raise RunError(f"out of memory at micro_batch_tokens={budget.tokens} on process {accelerator.process_index}: lower it") from error
-        scorer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        budget.tokens = min(budget.tokens, max(map(len, batches)) * sequence) // 2
-
-
-MEMORY_REMEDIES = "try --gradient_checkpointing true, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
-
-
 # Optimiser
 
 
@@ -361,7 +284,7 @@ def make_optimizer(model, config, total_steps):
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    kind = torch.optim.AdamW
+    kind = functools.partial(torch.optim.AdamW, fused=trained[0].device.type == "cuda")
     if config.optimizer == "adamw_8bit":
         import bitsandbytes
 
@@ -399,11 +322,6 @@ def prepare_problems(config, tokenizer):
     train, skipped = encode_prompts(train, tokenizer, **encode)
     held_out, skipped_too = encode_prompts(held_out, tokenizer, **encode) if held_out else ([], 0)
     return train, held_out, skipped + skipped_too
-
-
-def largest(value):
-    """The largest of a number over the processes."""
-    return max(gather_object([value]))
 
 
 def problem_batch(count, batch_size, step, seed):

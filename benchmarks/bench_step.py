@@ -23,34 +23,34 @@ from accelerate import Accelerator
 
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, group_advantages, update
-from training import Scorer, TokenBudget, add_adapters, make_optimizer, refresh
+from memory import TokenBudget
+from training import add_adapters, make_optimizer, make_scorer, refresh
 
 P = 128
 CASES = {  # shape, prompts, generations, completion tokens, settings
     "1.5b-8x8": ("1.5b", 8, 8, 256, dict(beta=0.04)),
     "original-recipe": ("1.5b", 7, 12, 400, dict(beta=0.04)),
-    "original-recipe-8bit": ("1.5b", 7, 12, 400, dict(beta=0.04, optimizer="adamw_8bit", gradient_checkpointing=True)),
-    "original-recipe-lora": ("1.5b", 7, 12, 400, dict(beta=0.04, lora_r=32, gradient_checkpointing=True)),
-    "7b-lora": ("7b", 8, 8, 256, dict(beta=0.04, lora_r=32, gradient_checkpointing=True)),
+    "original-recipe-8bit": ("1.5b", 7, 12, 400, dict(beta=0.04, optimizer="adamw_8bit", gradient_checkpointing="on")),
+    "original-recipe-lora": ("1.5b", 7, 12, 400, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
+    "7b-lora": ("7b", 8, 8, 256, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
 }
 SHAPES["7b"] = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
 SHAPES["3b"] = dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2)
 
 
-def our_case(case, steps, budget, rates, emit):
+def our_case(case, steps, args, rates, emit):
     shape, B, G, T, settings = CASES[case]
-    config = Config(model="random", batch_size=B, num_generations=G, max_completion_length=T, eval_every=0, **settings)
+    config = Config(model="random", batch_size=B, num_generations=G, max_completion_length=T, eval_every=0, micro_batch_tokens=args.micro_batch_tokens,
+                    torch_compile=args.compiled == "true", **settings)  # fmt: skip
     accelerator, tokenizer = Accelerator(), synthetic_tokenizer()
     policy, sampler = build(shape, torch.bfloat16 if config.lora_r else torch.float32).train(), build(shape).requires_grad_(False)
     reference = build(shape).requires_grad_(False)
     if config.lora_r:
         add_adapters(policy, config)
-    if config.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
     decoder = GroupDecoder(sampler, tokenizer, "</reasoning>", Interaction(config.m3po_lambda, config.m3po_temperature))
-    scorer, ref_scorer = Scorer(policy, decoder.tables, True), Scorer(reference, decoder.tables, True)
+    scorer, ref_scorer = make_scorer(policy, decoder.tables, config), make_scorer(reference, decoder.tables, config)
     optimizer, schedule = make_optimizer(policy, config, 1000)
-    token_budget = TokenBudget(budget)
+    token_budget = TokenBudget(config, policy, optimizer)
     generator = torch.Generator().manual_seed(0)
     ids, mask = torch.randint(1, REAL, (B, P), generator=generator), torch.ones(B, P, dtype=torch.bool)
     laps, torch_peak = [], 0
@@ -127,7 +127,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--micro_batch_tokens", type=int, default=16384)
+    parser.add_argument("--micro_batch_tokens", type=int, help="default: what memory holds")
+    parser.add_argument("--compiled", default="true", choices=["true", "false"])
     parser.add_argument("--trl", default="true", choices=["true", "false"])
     args = parser.parse_args()
     rows = []
@@ -140,7 +141,7 @@ def main():
     emit("card", "copy_rate", rates[0] / 1e12, "TB/s")
     emit("card", "matrix_rate", rates[1] / 1e12, "TFLOP/s")
     for case in args.cases:
-        our_case(case, args.steps, args.micro_batch_tokens, rates, emit)
+        our_case(case, args.steps, args, rates, emit)
         gc.collect()
         torch.cuda.empty_cache()
         if args.trl == "true" and case == "1.5b-8x8":

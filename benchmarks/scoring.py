@@ -16,8 +16,9 @@ import torch
 
 from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
+from memory import micro_batches
 from rewards import ANSWER_FORMATS
-from training import Scorer, load_model, load_tokenizer, micro_batches
+from training import Scorer, load_model, load_tokenizer
 
 
 @torch.no_grad()

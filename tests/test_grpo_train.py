@@ -23,9 +23,10 @@ from conftest import build_model
 from data import load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
-from launch import starts_processes
+from memory import ENOUGH_TOKENS, MOST_TOKENS, TokenBudget, longest_row, micro_batches
+from processes import starts_processes
 from rewards import RewardError
-from training import Scorer, TokenBudget, make_optimizer
+from training import Scorer, make_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -129,7 +130,7 @@ def advantages_for(out):
 
 
 def update(parts, out, advantages, config):
-    return grpo_train.update(*parts, out, advantages, config, TokenBudget(config.micro_batch_tokens))
+    return grpo_train.update(*parts, out, advantages, config, TokenBudget(config, parts[1].model, parts[3]))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
@@ -186,6 +187,37 @@ def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(to
     parts[1].rows = 0
     with pytest.raises(RunError, match=r"one sequence of \d+ tokens: try --gradient_checkpointing"):
         update(parts, out, advantages_for(out), config)
+
+
+class Card:
+    """Memory of a GPU as `TokenBudget.find` asks for it: `needed` bytes for what goes through the model at once, a third of it where it recomputes."""
+
+    def __init__(self, monkeypatch, free, needed, model):
+        self.needed, self.model, self.peaks = needed, model, 0
+        for name, answer in dict(
+            memory_allocated=lambda: 100, reset_peak_memory_stats=lambda: None, max_memory_allocated=self.peak, mem_get_info=lambda: (free, free)
+        ).items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def peak(self):
+        self.peaks += 1
+        return 100 + self.needed // (3 if self.model.is_gradient_checkpointing else 1)
+
+
+@pytest.mark.parametrize(("room", "checkpointing", "recomputes"), [(0.5, "auto", True), (0.5, "off", False), (4, "auto", False), (0.5, "on", True)])
+def test_the_token_budget_is_what_the_free_memory_holds(tokenizer, prompts, monkeypatch, room, checkpointing, recomputes):
+    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
+    model.train()
+    budget = TokenBudget(config, model, parts[3])
+    budget.tokens = None  # as on a card
+    at_once, weights = len(micro_batches(out, ENOUGH_TOKENS)[0]) * longest_row(out), sum(p.numel() for p in model.parameters())
+    needed = at_once * 1000  # bytes: 1000 a token
+    card = Card(monkeypatch, int(room * ENOUGH_TOKENS * 1000 / 0.85) + 12 * weights, needed, model)  # gradients and moments will come
+    budget.find(parts[0], parts[1], out)
+    assert budget.recomputes == model.is_gradient_checkpointing == recomputes
+    assert budget.tokens == pytest.approx(min(MOST_TOKENS, room * ENOUGH_TOKENS * (3 if recomputes else 1)), rel=0.01)
+    assert card.peaks == (2 if (room, checkpointing) == (0.5, "auto") else 1)
+    assert all(p.grad is None for p in model.parameters()), "the trial leaves nothing"
 
 
 def test_truncated_importance_weights_scale_each_token_s_gradient():

@@ -13,6 +13,7 @@ from config import SettingError
 from conftest import FAMILIES, build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
+from memory import micro_batches
 from training import (
     Scorer,
     add_adapters,
@@ -21,7 +22,6 @@ from training import (
     interaction_effect,
     load_model,
     make_optimizer,
-    micro_batches,
     problem_batch,
     refresh,
     save_adapter,
@@ -230,6 +230,26 @@ def test_the_logits_of_a_batch_never_exist_whole(tokenizer, prompts):
     Scorer(model, decoder.tables, chunk_tokens=16)(out, all_rows(out))[0].sum().backward()
     assert max(seen) == 16
     assert sum(seen) == 2 * int(out.mask.sum()), "once forward, once again in the backward"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_compiled_layers_give_the_same_gradients_and_are_compiled_once_for_all(family, tokenizer, prompts):
+    model = build_model(family, tokenizer)
+    decoder, out = rollout_of(model, tokenizer, prompts)
+    weights = torch.randn(out.logp.shape, generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        model.zero_grad()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        scorer = Scorer(model, decoder.tables, compiled=compiled)
+        for rows in (torch.arange(3), torch.arange(3, 8)):  # sizes that differ
+            (scorer(out, rows)[0] * weights[rows]).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    assert graphs <= 3, f"{graphs}: a layer, and the end of the score"
 
 
 def test_gradient_checkpointing_changes_no_gradient(tokenizer, prompts):

@@ -1,0 +1,91 @@
+"""Processes: one a GPU, which `python grpo_train.py` on a box starts by itself through torch's own launcher; what each works on; DDP or FSDP2.
+
+Under torchrun, accelerate launch or a cluster's launcher (they set RANK) nothing is started here.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+import uuid
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.tensor import DTensor
+
+from config import SettingError
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # handed on to every process: torch's default leaves orphans on SIGUSR1
+SECONDS_TO_END = 600  # a process that was told to end may be saving; torch's default kills it after 30
+
+
+def starts_processes(num_processes):
+    """How many processes this one must start: None where it is one of them, or the only one."""
+    wanted = num_processes or torch.cuda.device_count()
+    return wanted if wanted > 1 and "RANK" not in os.environ else None
+
+
+def launch(processes):
+    """Run this command once for each process, and end with the status of the first that failed."""
+    settings = dict(min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                    max_restarts=0, monitor_interval=0.2, signals_to_handle=SIGNALS, shutdown_timeout=SECONDS_TO_END)  # fmt: skip
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the process that failed has said why
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    try:
+        elastic_launch(LaunchConfig(**{name: value for name, value in settings.items() if name in known}), sys.executable)(*sys.argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        print(f"process {rank} ended with status {status}; the others were stopped", file=sys.stderr)
+        sys.exit(status)
+    except SignalException as signal:
+        sys.exit(128 + signal.sigval)
+
+
+def start_processes(config):
+    """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
+    no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
+    torch.manual_seed(config.seed)
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+    if config.batch_size < accelerator.num_processes:
+        raise SettingError("batch_size", config.batch_size, f"must give each of the {accelerator.num_processes} processes a problem")
+    return accelerator
+
+
+def distribute(accelerator, scorer, config):
+    """The scorer as data parallelism runs it: whole on each process (DDP), or with float32 weights, gradients and moments in shards (FSDP2)."""
+    if not config.fsdp or accelerator.num_processes == 1:
+        return accelerator.prepare_model(scorer)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    half = torch.bfloat16 if config.bf16 and accelerator.device.type == "cuda" else None
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False))
+    blocks = set(scorer.model._no_split_modules)
+    for module in scorer.model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, **how)
+    return fully_shard(scorer, **how)
+
+
+def whole(tensor):
+    """A sharded tensor put together (every process must call it), any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(count, accelerator, rows_each=1):
+    """The slice of `count` items of `rows_each` rows, in order, that this process works on; sizes differ by one item at most."""
+    rank, world = accelerator.process_index, accelerator.num_processes
+    return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
+
+
+def largest(value):
+    """The largest of a number over the processes."""
+    return max(gather_object([value]))
