@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -291,6 +292,12 @@ def run_main(main):
         sys.exit(_last_words(error, 2))
     except (RunError, RewardError) as error:
         sys.exit(_last_words(error, 1))
+    except RuntimeError as error:
+        if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            raise
+        print(f"process {os.environ.get('RANK', 0)}: lost its connection to the others; the process that ended says why", file=sys.stderr, flush=True)
+        time.sleep(5)  # so that the launcher sees the other's status first
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
