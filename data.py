@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rewards import extract_answer
+from answers import extract_answer
 
 
 class DataError(ValueError):
