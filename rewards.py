@@ -9,9 +9,21 @@ import re
 import sys
 from pathlib import Path
 
-from answers import ALONE, ANSWER_FORMATS, answer_format_named, completion_text, extract_answer, last_hash, last_number, parse_number, plain_number_text
+from answers import (
+    ALONE,
+    ANSWER_FORMATS,
+    SYSTEM_PROMPT,
+    answer_format_named,
+    completion_text,
+    extract_answer,
+    last_hash,
+    last_number,
+    parse_number,
+    plain_number_text,
+)
+from math_grading import all_math_equal, math_equal
 
-__all__ = ["ANSWER_FORMATS", "extract_answer", "last_number", "parse_number"]
+__all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
 
 
 def _references(answer, completions):
@@ -63,9 +75,106 @@ def hash_reward(prompts=None, completions=(), answer=None, **kwargs):
     return [_hash_score(c, r) for c, r in zip(completions, _references(answer, completions), strict=True)]
 
 
+# The multi-reward recipe
+
+
+def strict_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
+    """2.0 for the reference's own characters, 0.0 otherwise."""
+    return [value if value == 2.0 else 0.0 for value in correctness_reward(prompts, completions, answer, answer_format)]
+
+
+def int_reward(completions=(), answer_format="xml", **kwargs):
+    """0.5 where the answer is an integer and nothing else."""
+    return [0.5 if re.fullmatch("[-+]?[0-9]+", extract_answer(c, answer_format) or "") else 0.0 for c in completions]
+
+
+def _in_order(text, *marks):
+    """Whether each mark occurs exactly once, one behind the other."""
+    places = [text.find(mark) for mark in marks]
+    return all(text.count(mark) == 1 for mark in marks) and places == sorted(places)
+
+
+def _strict_layout(text):
+    tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+    if not _in_order(text, *tags) or not text.startswith("<reasoning>\n") or not text.removesuffix("\n").endswith("\n</answer>"):
+        return False
+    return "\n</reasoning>\n<answer>\n" in text
+
+
+def strict_format_reward(completions=(), **kwargs):
+    """0.5 where the whole completion is <reasoning> and <answer>, each tag once and alone on its line, and nothing stands around them."""
+    return [0.5 if _strict_layout(completion_text(c) or "") else 0.0 for c in completions]
+
+
+def _soft_layout(text):
+    end = text.find("</reasoning>")
+    answer = text[end + len("</reasoning>") :].lstrip()
+    return text.startswith("<reasoning>") and end >= 0 and answer.startswith("<answer>") and "</answer>" in answer
+
+
+def soft_format_reward(completions=(), **kwargs):
+    """0.5 where the completion begins with <reasoning> ... </reasoning> and an <answer> ... </answer> follows, whatever the lines."""
+    return [0.5 if _soft_layout((completion_text(c) or "").lstrip()) else 0.0 for c in completions]
+
+
+def _xml_count(text):
+    marks = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
+    trailing = len(text.rpartition("</answer>")[2].removeprefix("\n")) if "</answer>" in text else 0
+    return 0.125 * sum(text.count(mark) == 1 for mark in marks) - 0.001 * trailing
+
+
+def xmlcount_reward(completions=(), **kwargs):
+    """0.125 for each tag that stands on a line of its own exactly once, less 0.001 for each character after the last closing tag."""
+    return [_xml_count(completion_text(c) or "") for c in completions]
+
+
+# The OneShotGRPO recipe
+
+
+def binary_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
+    """1.0 for the same characters or the same number, 0.0 otherwise."""
+    return [float(value > 0) for value in correctness_reward(prompts, completions, answer, answer_format)]
+
+
+def numeric_reward(completions=(), answer_format="xml", **kwargs):
+    """0.1 where the answer is one number."""
+    return [0.1 if parse_number(extract_answer(c, answer_format)) is not None else 0.0 for c in completions]
+
+
+def xml_share_reward(completions=(), **kwargs):
+    """0.025 for each of the four XML tags that is in the text."""
+    tags = ANSWER_FORMATS["xml"].tags
+    return [sum(tag in (completion_text(c) or "") for tag in tags) / 40 for c in completions]
+
+
+# The MATH recipe
+
+
+def math_reward(prompts=None, completions=(), answer=None, answer_format="boxed", **kwargs):
+    """1.0 where answer and reference denote the same mathematical object (`math_equal`), 0.0 otherwise; side by side, 20 seconds in all."""
+    answers = [extract_answer(c, answer_format) or "" for c in completions]
+    return [float(equal) for equal in all_math_equal(answers, _references(answer, completions))]
+
+
+def _r1_layout(text):
+    text = text.strip()
+    if not _in_order(text, "<think>", "</think>", "<answer>", "</answer>"):
+        return False
+    between = text.partition("</think>")[2].partition("<answer>")[0]
+    return text.startswith("<think>") and text.endswith("</answer>") and not between.strip()
+
+
+def r1_format_reward(completions=(), **kwargs):
+    """1.0 where the whole completion is <think> ... </think> <answer> ... </answer>, each tag once."""
+    return [float(_r1_layout(completion_text(c) or "")) for c in completions]
+
+
 REWARD_SETS = {
     "grpo_m3po": [(correctness_reward, 1.0), (format_reward, 1.0)],
     "h3po": [(hash_reward, 1.0)],
+    "multi_reward": [(f, 1.0) for f in (strict_correctness_reward, int_reward, strict_format_reward, soft_format_reward, xmlcount_reward)],
+    "math": [(math_reward, 1.0), (r1_format_reward, 0.0)],  # the format is logged; without it there is no answer to find
+    "oneshot": [(binary_correctness_reward, 1.0), (numeric_reward, 1.0), (xml_share_reward, 1.0)],
 }
 
 
