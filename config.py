@@ -23,7 +23,7 @@ from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
 from data import DataError
-from rewards import ANSWER_FORMATS, RewardError
+from rewards import ANSWER_FORMATS, GRADINGS, RewardError
 
 
 class SettingError(ValueError):
@@ -43,8 +43,13 @@ REFUSED = {
     "top_p": "belongs to evaluation only: a nucleus of the new policy can exclude a token that was sampled",
     "top_k": "belongs to evaluation only: the policy's top k can exclude a token that was sampled",
     "min_p": "truncates the sampling distribution, which the loss does not: leave it out",
+    "gradient_accumulation_steps": "follows from the rest: batch_size counts the problems of a whole step, micro_batch_tokens bounds memory",
+    "per_device_train_batch_size": "is not needed: batch_size counts the problems of a step over all processes, micro_batch_tokens bounds memory",
     "load_best_model_at_end": "does not exist here: see eval_every",
 }
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml", "aim": "aim", "clearml": "clearml",
+            "dvclive": "dvclive", "swanlab": "swanlab", "trackio": "trackio"}  # fmt: skip
 
 
 def setting(default, text):
@@ -63,6 +68,7 @@ class TrainConfig:
     solution_column: str | None = setting(None, "column of the worked solution")
     limit: int | None = setting(None, "train on the first N problems only")
     answer_format: str = setting("xml", "how answers are written: " + ", ".join(ANSWER_FORMATS))
+    grading: str = setting("number", "what is right: number, the same characters or number; math, the same mathematical object (math-verify)")
     system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
     chat_template_kwargs: str = setting("{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}')
     output_dir: str = setting("grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go")
@@ -92,7 +98,12 @@ class TrainConfig:
     fsdp: bool = setting(False, "shard float32 weights, gradients and moments over the processes (FSDP2); the rollout copy stays whole on each")
     num_processes: int | None = setting(None, "processes to start on this machine (default: one a visible GPU, one on the CPU)")
     seed: int = setting(42, "seeds problem order, draws and new models")
-    report_to: str = setting("none", "only `none` for now: metrics.jsonl holds everything")
+    report_to: list[str] | None = setting(None, "trackers that get every number of metrics.jsonl: tensorboard, wandb, ... (default: none)")
+    project: str = setting("grpo-m3po", "project of the run in a tracker")
+    run_name: str | None = setting(None, "its name there (default: the name of output_dir)")
+    push_to_hub: bool = setting(False, "upload the finished model with its card")
+    hub_model_id: str | None = setting(None, "repository to push to: user/name")
+    hub_private: bool = setting(True, "make that repository private, where it is new")
     trust_remote_code: bool = setting(False, "run code that comes with a model")
     lora_r: int = setting(0, "rank of LoRA adapters (needs peft); 0: full fine-tuning")
     lora_alpha: int = setting(64, "LoRA: adapters count alpha / r")
@@ -121,7 +132,13 @@ class TrainConfig:
             raise SettingError("fsdp", True, "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments are small without it")
         if self.save_adapter and not self.lora_r:
             raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
-        check(self, "report_to", lambda v: v == "none", "trackers are not there yet: say --report_to none and read metrics.jsonl")
+        if self.report_to == ["none"]:
+            object.__setattr__(self, "report_to", None)
+        check(self, "report_to", lambda v: not v or set(v) <= set(TRACKERS), "must be of " + ", ".join(TRACKERS) + ", or none")
+        for tracker in self.report_to or ():
+            needs_package(self, "report_to", True, TRACKERS[tracker], "none")
+        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_model_id or ""):
+            raise SettingError("hub_model_id", self.hub_model_id, "must be user/name, the repository that push_to_hub makes")
         check_prompting(self)
         if self.eval_every and not self.eval_problems:
             raise SettingError("eval_problems", 0, "evaluation needs held-out problems; set eval_every 0 to do without it")
@@ -134,14 +151,16 @@ def check(config, names, good, remedy):
             raise SettingError(name, getattr(config, name), remedy)
 
 
-def needs_package(config, name, needed, package, otherwise):
+def needs_package(config, name, needed, package, otherwise, install=None):
     """A feature of a library that is installed by those who use it."""
     if needed and find_spec(package) is None:
-        raise SettingError(name, getattr(config, name), f"needs a package: pip install {package}, or say --{name} {otherwise}")
+        raise SettingError(name, getattr(config, name), f"needs a package: pip install {install or package}, or say --{name} {otherwise}")
 
 
 def check_prompting(config):
     """The settings that decide what the model reads, shared with the evaluation."""
+    check(config, "grading", lambda v: v in GRADINGS, "must be one of " + ", ".join(GRADINGS))
+    needs_package(config, "grading", config.grading == "math", "math_verify", "number", install="'math-verify[antlr4_13_2]'")
     check(config, "answer_format", lambda v: v in ANSWER_FORMATS, "must be one of " + ", ".join(ANSWER_FORMATS))
     template_kwargs(config)
     system_prompt(config)

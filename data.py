@@ -26,7 +26,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """`solution` is a worked solution ending in a line `#### answer` (GSM8K's own form), or empty."""
+    """`solution` is a worked solution ending in a line `#### answer` (GSM8K's own form), or empty; `response` a text to learn as it stands, or empty."""
 
     question: str
     answer: str
@@ -34,6 +34,7 @@ class Problem:
     subject: str = ""
     level: str = ""
     id: str = ""
+    response: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id":
 ARITHMETIC_SIZES = {"train": 30000, "test": 500}
 
 
-def load_problems(dataset, split="train", *, question_column=None, answer_column=None, solution_column=None, limit=None, seed=0):
+def load_problems(dataset, split="train", *, question_column=None, answer_column=None, solution_column=None, limit=None, seed=0, responses=False):
     """The problems of a split, in the order of the data; with `limit` the first of them.
 
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with <split>.jsonl/.json/.csv/.parquet, or a hub id.
+    `responses`: a row may have a `response` to learn instead of an answer.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -76,7 +78,7 @@ def load_problems(dataset, split="train", *, question_column=None, answer_column
     if not rows:
         raise DataError(f"{path}: holds no rows")
     columns = {"question": question_column, "answer": answer_column, "solution": solution_column}
-    return [_problem(where, row, columns, f"{split}-{index}") for index, (where, row) in enumerate(rows)]
+    return [_problem(where, row, columns, f"{split}-{index}", responses) for index, (where, row) in enumerate(rows)]
 
 
 def _split_file(folder, split):
@@ -152,7 +154,7 @@ def _hub_rows(dataset, split):
     return [(f"{name} row {i}", row) for i, row in enumerate(rows, 1)]
 
 
-def _problem(where, row, columns, default_id):
+def _problem(where, row, columns, default_id, responses):
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
     text = {}
@@ -166,12 +168,17 @@ def _problem(where, row, columns, default_id):
         text["solution"], text["answer"] = text["solution"] or text["answer"], text["answer"].rpartition("####")[2]
     elif not text["answer"]:
         text["answer"] = extract_answer(text["solution"], "boxed") or extract_answer(text["solution"], "hash") or ""
+    response = _text(where, "response", row["response"]) if responses and "response" in row and columns["solution"] is None else ""
+    if response:
+        text["answer"] = text["answer"] or next((a for name in ("xml", "boxed", "hash") if (a := extract_answer(response, name))), "")
     answer = _without_commas(text["answer"].strip())
-    if not text["question"] or not answer:
+    if not text["question"] or not (answer or response):
         found = ", ".join(map(str, row))
         raise DataError(f"{where}: has no {'answer' if text['question'] else 'question'} (columns: {found}); name it with a *_column setting or mend the row")
     extra = {field: _text(where, column, row[column]) for column, field in EXTRA.items() if column in row}
-    return Problem(text["question"], answer, _worked(text["solution"], answer), **{"id": default_id, **{k: v for k, v in extra.items() if v}})
+    return Problem(
+        text["question"], answer, _worked(text["solution"], answer), response=response, **{"id": default_id, **{k: v for k, v in extra.items() if v}}
+    )
 
 
 def _text(where, column, value):

@@ -26,11 +26,12 @@ from config import SettingError, check, check_prompting, parse_config, read_yaml
 from data import encode_prompts, load_problems
 from generation import GroupDecoder
 from processes import launch, shard, starts_processes
-from rewards import ANSWER_FORMATS, combined_reward, correctness_reward, extract_answer, last_number, parse_number
+from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
 from training import check_positions, load_model, load_tokenizer, rollout_dtype
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
-FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "system_prompt_file": None, "chat_template_kwargs": "{}", "question_column": None,
+FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "grading": "number", "system_prompt_file": None,
+                 "chat_template_kwargs": "{}", "question_column": None,
                  "answer_column": None, "solution_column": None, "max_prompt_length": 512, "max_completion_length": 400, "seed": 42}  # fmt: skip
 
 
@@ -46,6 +47,7 @@ class Config:
     answer_column: str | None = setting(None, "column of the answer")
     solution_column: str | None = setting(None, "column of the worked solution")
     answer_format: str | None = setting(None, "how answers are written: " + ", ".join(ANSWER_FORMATS))
+    grading: str | None = setting(None, "what is right: number or math, as for grpo_train.py")
     system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
     chat_template_kwargs: str | None = setting(None, "JSON object handed to the chat template")
     max_prompt_length: int | None = setting(None, "longer prompts are skipped and counted; they count as wrong")
@@ -81,20 +83,25 @@ class Config:
         check_prompting(self)
 
 
-def grade(problems, answers, decoder, answer_format):
+def grade(problems, answers, decoder, answer_format, grading="number"):
     """One record a problem, with lm-evaluation-harness's names; answers: for each problem pairs (ids, ended)."""
+    written = [[decoder.text(*pair) for pair in pairs] for pairs in answers]
+    flat = [(text, problem.problem.answer) for problem, texts in zip(problems, written, strict=True) for text in texts]
+    scores = iter(right_answers(*map(list, zip(*flat, strict=True)), answer_format, grading))
+    right = ([float(next(scores)) for _ in texts] for texts in written)
     records = []
-    for problem, pairs in zip(problems, answers, strict=True):
-        texts = [decoder.text(*pair) for pair in pairs]
+    for problem, pairs, texts in zip(problems, answers, written, strict=True):
         truth = [problem.problem.answer] * len(texts)
         strict = [extract_answer(text, answer_format) for text in texts]
         flexible = [last_number(text) for text in texts]
         target = parse_number(problem.problem.answer)
         records.append({
             "doc_id": problem.problem.id, "prompt_hash": hashlib.sha256(problem.prompt.encode()).hexdigest(), "prompt": problem.prompt,
-            "target": problem.problem.answer, "resps": texts, "filtered_resps": {"strict-match": strict, "flexible-extract": flexible},
+            "target": problem.problem.answer,
+            "subject": problem.problem.subject, "level": problem.problem.level, "resps": texts,
+            "filtered_resps": {"strict-match": strict, "flexible-extract": flexible},
             "exact_match": {
-                "strict-match": [float(c > 0) for c in correctness_reward(None, texts, truth, answer_format=answer_format)],
+                "strict-match": next(right),
                 "flexible-extract": [float(target is not None and number is not None and parse_number(number) == target) for number in flexible],
             },
             "reward": combined_reward(None, texts, truth, answer_format=answer_format),
@@ -122,6 +129,13 @@ def summarise(records, skipped):
     for name, key in (("accuracy", "strict-match"), ("accuracy_last_number", "flexible-extract")):
         scores = [statistics.fmean(r["exact_match"][key]) for r in records] + missed
         report |= {name: round(statistics.fmean(scores), 4), f"{name}_ci95": interval(scores)}
+    for field in ("subject", "level"):
+        groups = {
+            value: [statistics.fmean(r["exact_match"]["strict-match"]) for r in records if r.get(field) == value] for value in {r.get(field) for r in records}
+        }
+        if any(groups):
+            named = sorted(groups.items(), key=lambda kv: kv[0] or "")
+            report[f"accuracy_by_{field}"] = {v or "none": {"accuracy": round(statistics.fmean(s), 4), "questions": len(s)} for v, s in named}
     every = {k: [v for r in records for v in r[k]] for k in ("length", "stop_condition", "reward")}
     parsed = [answer not in (None, "") for r in records for answer in r["filtered_resps"]["strict-match"]]
     return report | {
@@ -154,7 +168,7 @@ def evaluate(config):
         answers = decoder.complete(prompts, config.max_completion_length, batch_rows=config.batch_size, progress=bar.update, first=mine.start, **sampling)
     answers = gather_object(answers)
     seconds = time.perf_counter() - started
-    records = grade(asked, answers, decoder, config.answer_format)
+    records = grade(asked, answers, decoder, config.answer_format, config.grading)
     report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
     if not accelerator.is_main_process:

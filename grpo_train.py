@@ -27,10 +27,10 @@ from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
+from output import MetricsLog, finish, open_output, refuse_used, save_model
 from processes import distribute, largest, launch, shard, start_processes, starts_processes
-from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, correctness_reward, extract_answer, load_reward
+from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, right_answers
 from training import (
-    MetricsLog,
     Scorer,
     Stopwatch,
     check_positions,
@@ -43,14 +43,10 @@ from training import (
     make_optimizer,
     make_scorer,
     merged_state,
-    open_output,
     prepare_problems,
     problem_batch,
     refresh,
-    refuse_used,
     rollout_dtype,
-    save_adapter,
-    save_model,
     steps_to_do,
 )
 
@@ -221,7 +217,7 @@ def train(config):
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
     budget = TokenBudget(config, policy, optimizer)
     folder = open_output(config, accelerator)
-    log = MetricsLog(folder, total, SHOWN, accelerator)
+    log = MetricsLog(config, folder, total, SHOWN, accelerator)
     log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
             f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
@@ -293,10 +289,7 @@ def train(config):
 
     log.close()
     if accelerator.is_main_process:
-        save_model(policy, tokenizer, folder, policy.source_dtype, state)
-        if config.save_adapter:
-            save_adapter(policy, folder / "adapter")
-        print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+        finish(config, folder, policy, tokenizer, state, len(held_out))
     accelerator.wait_for_everyone()
     return folder
 
@@ -401,11 +394,11 @@ def rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, confi
     G = config.num_generations
     groups = all_rewards.view(-1, G)
     answers = [p.problem.answer for p in mine for _ in range(G)]
-    correct = correctness_reward(None, texts, answers, answer_format=config.answer_format)
+    correct = right_answers(texts, answers, config.answer_format, config.grading)
     thinking = rollout.thinking.view(-1, G, rollout.thinking.shape[1])
     alive = rollout.mask.view_as(thinking).any(1)
     local = {
-        "correct": [float(c > 0) for c in correct],
+        "correct": [float(c) for c in correct],
         "length": rollout.lengths.tolist(),
         "truncated": (~rollout.ended).float().tolist(),
         "unique": [len(set(texts[i : i + G])) / G for i in range(0, len(texts), G)],

@@ -75,6 +75,15 @@ def hash_reward(prompts=None, completions=(), answer=None, **kwargs):
     return [_hash_score(c, r) for c, r in zip(completions, _references(answer, completions), strict=True)]
 
 
+GRADINGS = ("number", "math")
+
+
+def right_answers(texts, answers, answer_format="xml", grading="number"):
+    """Whether each completion's answer is right, whatever it is paid: by correctness_reward, or by math_reward."""
+    reward = math_reward if grading == "math" else correctness_reward
+    return [value > 0 for value in reward(None, texts, answers, answer_format)]
+
+
 # The multi-reward recipe
 
 

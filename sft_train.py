@@ -15,10 +15,10 @@ from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from memory import TokenBudget, within_memory
+from output import MetricsLog, finish, open_output, refuse_used
 from processes import distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
-    MetricsLog,
     Stopwatch,
     check_positions,
     guarded_step,
@@ -29,21 +29,17 @@ from training import (
     make_optimizer,
     make_scorer,
     merged_state,
-    open_output,
     prepare_problems,
     problem_batch,
     refresh,
-    refuse_used,
     rollout_dtype,
-    save_adapter,
-    save_model,
     steps_to_do,
 )
 
 SHOWN = {"loss": "loss", "eval_accuracy": "held-out", "grad_norm": "grad", "learning_rate": "lr", "step_seconds": "s", "skipped": "SKIPPED:"}
 # What a warm start takes from the GRPO run it belongs to, unless its own file says otherwise.
 INHERITED = {
-    "model", "dataset", "split", "question_column", "answer_column", "solution_column", "limit", "answer_format", "system_prompt_file",
+    "model", "dataset", "split", "question_column", "answer_column", "solution_column", "limit", "answer_format", "grading", "system_prompt_file",
     "chat_template_kwargs", "max_prompt_length", "max_completion_length", "micro_batch_tokens", "gradient_checkpointing", "bf16", "eval_problems",
     "cpu_threads", "seed", "trust_remote_code",
 }  # fmt: skip
@@ -60,6 +56,7 @@ class Config(TrainConfig):
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("linear", "learning rate after the warm-up")
     warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
+    unique_train_examples: int | None = setting(None, "train on the first N problems only (default: all)")
     eval_problems: int = setting(0, "held-out problems, cut from the training split by hash; 0: none")
     eval_every: int = setting(0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never")
 
@@ -69,16 +66,25 @@ def responses(problems, tokenizer, config):
     answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer, template_kwargs(config))
     kept = []
     for p in problems:
-        reasoning, marker, answer = p.problem.solution.rpartition("####")
-        if not marker:
-            raise DataError(f"{config.dataset}: problem {p.problem.id} has no worked solution ending in `#### answer`, which supervised training needs")
-        text = answer_format.write(reasoning.strip(), answer.strip())
+        if p.problem.response:
+            text = p.problem.response
+        else:
+            text = _worked_answer(p.problem, answer_format, config)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [eos]
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))
     if not kept:
-        raise DataError(f"{config.dataset}: no solution fits into max_completion_length={config.max_completion_length} tokens; raise it")
-    return kept
+        raise DataError(f"{config.dataset}: no response fits into max_completion_length={config.max_completion_length} tokens; raise it")
+    return kept[: config.unique_train_examples]
+
+
+def _worked_answer(problem, answer_format, config):
+    """The worked solution in the answer format; as it stands where it is in that format already, as MATH's solutions are in boxed."""
+    reasoning, marker, answer = problem.solution.rpartition("####")
+    if not marker:
+        raise DataError(f"{config.dataset}: problem {problem.id} has no worked solution ending in `#### answer`, which supervised training needs")
+    reasoning, answer = reasoning.strip(), answer.strip()
+    return reasoning if answer_format.extract(reasoning) == answer else answer_format.write(reasoning, answer)
 
 
 def as_rollout(pairs, tables, device):
@@ -93,7 +99,7 @@ def train(config):
     """Run a whole supervised training; returns the output directory."""
     accelerator = start_processes(config)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-    problems, held_out, skipped = prepare_problems(config, tokenizer)
+    problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
     pairs = responses(problems, tokenizer, config)
     refuse_used(config)
     load = dict(name=config.model, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
@@ -106,7 +112,7 @@ def train(config):
     optimizer, schedule = make_optimizer(policy, config, total)
     budget = TokenBudget(config, policy, optimizer)
     folder = open_output(config, accelerator)
-    log = MetricsLog(folder, total, SHOWN, accelerator)
+    log = MetricsLog(config, folder, total, SHOWN, accelerator)
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
     train_seconds = 0.0
 
@@ -140,9 +146,7 @@ def train(config):
     log.close()
     state = merged_state(policy)
     if accelerator.is_main_process:
-        save_model(policy, tokenizer, folder, policy.source_dtype, state)
-        if config.save_adapter:
-            save_adapter(policy, folder / "adapter")
+        finish(config, folder, policy, tokenizer, state, len(held_out))
     accelerator.wait_for_everyone()
     return folder
 

@@ -6,34 +6,27 @@ through the model, V the tokenizer's real ids, E embedding width.
 
 import dataclasses
 import functools
-import json
 import math
-import os
 import re
-import shutil
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import yaml
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 from transformers.pytorch_utils import Conv1D
 
 from backbones import check_head, model_body, real_logits, softcap, vocab_logits
-from config import RunError, SettingError, resolved, system_prompt, template_kwargs, write_whole
+from config import SettingError, system_prompt, template_kwargs
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
 from generation import draw
 from m3po_module import blend
 from processes import shard, whole
-from rewards import correctness_reward
+from rewards import right_answers
 
 # Models
 
@@ -138,6 +131,16 @@ def merged_parameters(model):
             yield f"{owner}.weight", value.float() + modules[owner].get_delta_weight("default").float()
         elif ".lora_" not in name:
             yield name.replace(".base_layer.", "."), value
+
+
+@torch.no_grad()
+def merged_state(model):
+    """The state dict as a plain model has it: adapters merged, shards put together. Every process must call it where weights are sharded."""
+    merged, first = {name: whole(value) for name, value in merged_parameters(model)}, {}
+    alias = {name: first.setdefault(id(value), name) for name, value in model.named_parameters(remove_duplicate=False)}  # a tied weight has two names
+    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    plain = {name: name.replace(".base_layer.", ".") for name in state}
+    return {plain[name]: merged.get(plain.get(alias.get(name, name), ""), value) for name, value in state.items()}
 
 
 @torch.no_grad()
@@ -313,10 +316,10 @@ def guarded_step(accelerator, scorer, optimizer, schedule, losses, max_grad_norm
 # Problems
 
 
-def prepare_problems(config, tokenizer):
-    """Training and held-out problems with their prompts, and how many prompts were too long to use."""
+def prepare_problems(config, tokenizer, responses=False):
+    """Training and held-out problems with their prompts, and how many prompts were too long to use; problems without an answer are not held out."""
     columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
-    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
+    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, responses=responses, **columns)
     train, held_out = split_held_out(problems, config.eval_problems)  # a warm start leaves out the same ones
     encode = dict(system_prompt=system_prompt(config), max_prompt_length=config.max_prompt_length, chat_template_kwargs=template_kwargs(config))
     train, skipped = encode_prompts(train, tokenizer, **encode)
@@ -346,116 +349,12 @@ def held_out_accuracy(accelerator, decoder, problems, config):
     mine = problems[shard(len(problems), accelerator)]
     answers = decoder.complete([p.ids for p in mine], config.max_completion_length)
     texts = [decoder.text(*pairs[0]) for pairs in answers]
-    scores = correctness_reward(None, texts, [p.problem.answer for p in mine], answer_format=config.answer_format)
-    rows = gather_object([(score > 0, len(pairs[0][0])) for score, pairs in zip(scores, answers, strict=True)])
+    right = right_answers(texts, [p.problem.answer for p in mine], config.answer_format, config.grading)
+    rows = gather_object([(is_right, len(pairs[0][0])) for is_right, pairs in zip(right, answers, strict=True)])
     return {"eval_accuracy": statistics.fmean(r[0] for r in rows), "eval_length": statistics.fmean(r[1] for r in rows)}
 
 
-# Output
-
-
-def refuse_used(config):
-    """Refuse an output_dir that holds a run, or that cannot be a folder, before any work is done."""
-    folder = Path(config.output_dir)
-    if (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
-        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --overwrite_output_dir true")
-    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
-        raise SettingError("output_dir", config.output_dir, "is a file, or lies under one: give a folder")
-
-
-def open_output(config, accelerator):
-    """Make output_dir and write every setting into it; called last before the first step, so that a refused run leaves nothing."""
-    folder = Path(config.output_dir)
-    used = folder / "run_config.yaml"
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            (folder / name).unlink(missing_ok=True)
-        write_whole(used, yaml.safe_dump(resolved(config), sort_keys=False))
-    accelerator.wait_for_everyone()
-    return folder
-
-
-class MetricsLog:
-    """One JSON object a step into metrics.jsonl, one readable line, and a bar with the time left. Only rank 0 writes."""
-
-    def __init__(self, folder, total, shown, accelerator):
-        self.active, self.shown = accelerator.is_main_process, shown
-        if self.active:
-            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
-            self.bar = tqdm(total=total, disable=None, dynamic_ncols=True, unit="step")
-
-    def write(self, metrics):
-        """Numbers that are not finite become null: JSON has no NaN."""
-        if not self.active:
-            return
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self.file.write(json.dumps(clean) + "\n")
-        self.file.flush()
-        tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
-        self.bar.update(clean["step"] - self.bar.n)
-
-    def say(self, text):
-        if self.active:
-            tqdm.write(text)
-
-    def close(self):
-        if self.active:
-            self.file.close()
-            self.bar.close()
-
-
-def _short(value):
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-@torch.no_grad()
-def merged_state(model):
-    """The state dict as a plain model has it: adapters merged, shards put together. Every process must call it where weights are sharded."""
-    merged, first = {name: whole(value) for name, value in merged_parameters(model)}, {}
-    alias = {name: first.setdefault(id(value), name) for name, value in model.named_parameters(remove_duplicate=False)}  # a tied weight has two names
-    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    plain = {name: name.replace(".base_layer.", ".") for name in state}
-    return {plain[name]: merged.get(plain.get(alias.get(name, name), ""), value) for name, value in state.items()}
-
-
-def save_adapter(model, folder):
-    """Write the LoRA adapter alone, as peft loads it."""
-    import peft
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = peft.get_peft_model_state_dict(model, adapter_name="default")
-    state = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}  # as PeftModel, which wraps the model, calls them
-    save_file(state, folder / "adapter_model.safetensors")
-    model.peft_config["default"].save_pretrained(folder)
-
-
-def save_model(model, tokenizer, folder, dtype, state=None):
-    """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written.
-
-    `state`: what `merged_state` gave, where weights are sharded.
-    """
-    folder = Path(folder)
-    temporary = folder / ".saving"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        state = merged_state(model) if state is None else state
-        cast = {v.data_ptr(): v.to(dtype) if v.is_floating_point() else v for v in state.values()}  # tied weights stay one tensor
-        model.save_pretrained(temporary, state_dict={k: cast[v.data_ptr()] for k, v in state.items()})
-        tokenizer.save_pretrained(temporary)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"could not save the model to {folder}: {error.strerror or error}") from error
-    settings = json.loads((temporary / "config.json").read_text())
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    settings |= {key: value for key, value in getattr(model, "source_dropout", {}).items() if key in settings}  # as it came, not as it trained
-    write_whole(temporary / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):  # config.json last: without it nothing loads
-        os.replace(file, folder / file.name)
-    temporary.rmdir()
+# Time
 
 
 class Stopwatch:

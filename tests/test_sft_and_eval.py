@@ -12,9 +12,10 @@ from config import SettingError
 from conftest import build_model
 from data import DataError, EncodedProblem, Problem, build_prompt
 from generation import GroupDecoder
+from output import save_model
 from rewards import ANSWER_FORMATS, extract_answer
 from tokens import token_tables
-from training import Scorer, save_model
+from training import Scorer
 
 
 def encoded(tokenizer, question, answer, solution):

@@ -14,6 +14,7 @@ from conftest import FAMILIES, build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from memory import micro_batches
+from output import save_adapter, save_model
 from training import (
     Scorer,
     add_adapters,
@@ -24,8 +25,6 @@ from training import (
     make_optimizer,
     problem_batch,
     refresh,
-    save_adapter,
-    save_model,
 )
 
 G, T = 3, 24

@@ -1,0 +1,87 @@
+"""The model card of a run, and the upload of a finished model to the Hugging Face hub."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError
+from scipy import stats
+
+from config import RunError, resolved, system_prompt
+from data import HUB
+
+NOT_UPLOADED = ["checkpoint-*", "checkpoint-*/**", "warm_start/**", "trackers/**", "rollouts.jsonl", ".*"]
+RECIPE = ("answer_format reward_set reward batch_size num_generations max_completion_length temperature learning_rate lr_scheduler_type optimizer "
+          "loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha num_epochs seed").split()  # fmt: skip
+
+
+def model_card(config, folder, held_out):
+    """The card as text: what was trained on what and how, what came out with 95% intervals, how to load it; every number is the run's own."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    settings, last = resolved(config), lines[-1]
+    name = config.hub_model_id or Path(folder).resolve().name
+    method = ("GRPO with M3PO" if getattr(config, "m3po_lambda", 0) else "GRPO") if hasattr(config, "num_generations") else "supervised fine-tuning"
+    dataset = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
+    base = config.model if "/" in config.model and not Path(config.model).exists() else None
+    data = ModelCardData(
+        base_model=base, datasets=[dataset] if "/" in dataset and not Path(dataset).exists() else None, library_name="transformers",
+        pipeline_tag="text-generation", tags=["grpo", "m3po"] if "M3PO" in method else [method.split()[0].lower()], model_name=name,
+    )  # fmt: skip
+    recipe = "\n".join(f"| `{key}` | {settings[key]} |" for key in RECIPE if settings.get(key) is not None and (config.lora_r or not key.startswith("lora")))
+    text = f"""---
+{data.to_yaml()}
+---
+
+# {name.rpartition("/")[2]}
+
+{Path(config.model).name} after {last["step"]} steps of {method} on {dataset}, {last["train_seconds"] / 60:.0f} minutes of training.
+
+{_results(lines, held_out)}
+## Use
+
+The model was trained with this system prompt, and answers in the format that it asks for (`{config.answer_format}`):
+
+```python
+from transformers import pipeline
+
+system = {system_prompt(config)!r}
+ask = pipeline("text-generation", "{name}")
+chat = [{{"role": "system", "content": system}}, {{"role": "user", "content": "A pen costs 3 dollars. How much do 14 pens cost?"}}]
+print(ask(chat, max_new_tokens={config.max_completion_length}, do_sample=False)[0]["generated_text"][-1]["content"])
+```
+
+## Recipe
+
+| setting | value |
+|---|---|
+{recipe}
+
+Versions: {", ".join(f"{k} {v}" for k, v in settings["versions"].items())}; commit `{settings["commit"]}`. Every setting is in `run_config.yaml`.
+"""
+    return ModelCard(text).content
+
+
+def _results(lines, held_out):
+    found = [(which, line[key]) for line in lines for which, key in (("before", "eval_accuracy_before"), ("after", "eval_accuracy")) if key in line]
+    before, after = (next((v for w, v in order if w == which), None) for which, order in (("before", found), ("after", found[::-1])))
+    if after is None:
+        return "No held-out problems were evaluated in the run.\n"
+    rows = [(w, v) for w, v in (("before", before), ("after", after)) if v is not None]
+    text = f"Greedy accuracy on {held_out} problems held out from the training split, with 95% intervals (Wilson):\n\n| | accuracy |\n|---|---|\n"
+    for which, value in rows:
+        low, high = stats.binomtest(round(value * held_out), held_out).proportion_ci(method="wilson")
+        text += f"| {which} | {value:.3f} ({low:.3f} to {high:.3f}) |\n"
+    return text
+
+
+def push(config, folder):
+    """Upload the finished directory, without checkpoints and logs of completions; returns its address."""
+    api = HfApi()
+    try:
+        api.create_repo(config.hub_model_id, private=config.hub_private, exist_ok=True)
+        return api.upload_folder(
+            repo_id=config.hub_model_id, folder_path=str(folder), ignore_patterns=NOT_UPLOADED, commit_message=f"After {Path(folder).resolve().name}"
+        )  # fmt: skip
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(f"the model is saved in {folder}, but not uploaded ({reason}): try  hf upload {config.hub_model_id} {folder}") from error

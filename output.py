@@ -1,0 +1,170 @@
+"""What a run leaves: its directory, metrics, trackers, saved models."""
+
+import json
+import math
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from config import RunError, SettingError, resolved, write_whole
+from hub import model_card, push
+from training import merged_state
+
+
+def refuse_used(config):
+    """Refuse an output_dir that holds a run, or that cannot be a folder, before any work is done."""
+    folder = Path(config.output_dir)
+    if (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
+        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --overwrite_output_dir true")
+    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
+        raise SettingError("output_dir", config.output_dir, "is a file, or lies under one: give a folder")
+
+
+def open_output(config, accelerator):
+    """Make output_dir and write every setting into it; called last before the first step, so that a refused run leaves nothing."""
+    folder = Path(config.output_dir)
+    used = folder / "run_config.yaml"
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        write_whole(used, yaml.safe_dump(resolved(config), sort_keys=False))
+    accelerator.wait_for_everyone()
+    return folder
+
+
+class MetricsLog:
+    """One JSON object a step into metrics.jsonl, one readable line, and a bar with the time left. Only rank 0 writes."""
+
+    def __init__(self, config, folder, total, shown, accelerator):
+        self.active, self.shown = accelerator.is_main_process, shown
+        if self.active:
+            self.trackers = Trackers(config, folder)
+            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+            self.bar = tqdm(total=total, disable=None, dynamic_ncols=True, unit="step")
+
+    def write(self, metrics):
+        """Numbers that are not finite become null: JSON has no NaN."""
+        if not self.active:
+            return
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self.file.write(json.dumps(clean) + "\n")
+        self.file.flush()
+        self.trackers.log({k: v for k, v in clean.items() if v is not None})
+        tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
+        self.bar.update(clean["step"] - self.bar.n)
+
+    def say(self, text):
+        if self.active:
+            tqdm.write(text)
+
+    def close(self):
+        if self.active:
+            self.file.close()
+            self.trackers.close()
+            self.bar.close()
+
+
+def _short(value):
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+class Trackers:
+    """Experiment trackers by accelerate's names (tensorboard, wandb, ...). One that fails is warned of once and dropped: no run ends for its sake.
+
+    Every number of metrics.jsonl is tracked as train/NAME, and held-out ones as eval/NAME, over an axis of its own, the number of the step.
+    """
+
+    def __init__(self, config, folder):
+        self.started, self.steps = {}, {}
+        settings = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved(config).items()}
+        for name in config.report_to or ():
+            self._try(name, self._start, LOGGER_TYPE_TO_CLASS[name], config, folder, settings)
+
+    def _start(self, name, kind, config, folder, settings):
+        run = config.run_name or folder.resolve().name
+        if name == "wandb":
+            tracker = kind(config.project, name=run, dir=str(folder))
+        else:
+            tracker = kind(run, str(folder / "trackers")) if kind.requires_logging_directory else kind(config.project)
+        tracker.start()
+        if name == "wandb":
+            tracker.tracker.define_metric("*", step_metric="step")
+        tracker.store_init_configuration(settings)
+        self.started[name] = tracker
+
+    def log(self, metrics):
+        step, numbers = metrics["step"], {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        named = {(f"eval/{k.removeprefix('eval_')}" if k.startswith("eval_") else f"train/{k}"): v for k, v in numbers.items() if k != "step"}
+        for name, tracker in list(self.started.items()):
+            if name == "wandb":  # its own step never goes back, which that of a resumed run does
+                self._try(name, lambda _, tracker=tracker: tracker.log({**named, "step": step}))
+            else:
+                self._try(name, lambda _, tracker=tracker: tracker.log(named, step=step))
+
+    def close(self):
+        for name, tracker in list(self.started.items()):
+            self._try(name, lambda _, tracker=tracker: tracker.finish())
+
+    def _try(self, name, action, *arguments):
+        try:
+            action(name, *arguments)
+        except Exception as error:  # whatever a tracker raises: a network, a login, a full disk
+            self.started.pop(name, None)
+            warnings.warn(f"report_to {name}: dropped, it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
+
+
+def finish(config, folder, policy, tokenizer, state, held_out):
+    """Save the trained model with its card, in the dtype that it came in; upload it where that was asked for. On the first process only."""
+    save_model(policy, tokenizer, folder, policy.source_dtype, state)
+    if config.save_adapter:
+        save_adapter(policy, folder / "adapter")
+    write_whole(folder / "README.md", model_card(config, folder, held_out))
+    print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+    if config.push_to_hub:
+        print(f"uploaded to {push(config, folder)}")
+
+
+def save_adapter(model, folder):
+    """Write the LoRA adapter alone, as peft loads it."""
+    import peft
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = peft.get_peft_model_state_dict(model, adapter_name="default")
+    state = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}  # as PeftModel, which wraps the model, calls them
+    save_file(state, folder / "adapter_model.safetensors")
+    model.peft_config["default"].save_pretrained(folder)
+
+
+def save_model(model, tokenizer, folder, dtype, state=None):
+    """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written.
+
+    `state`: what `merged_state` gave, where weights are sharded.
+    """
+    folder = Path(folder)
+    temporary = folder / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        state = merged_state(model) if state is None else state
+        cast = {v.data_ptr(): v.to(dtype) if v.is_floating_point() else v for v in state.values()}  # tied weights stay one tensor
+        model.save_pretrained(temporary, state_dict={k: cast[v.data_ptr()] for k, v in state.items()})
+        tokenizer.save_pretrained(temporary)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(f"could not save the model to {folder}: {error.strerror or error}") from error
+    settings = json.loads((temporary / "config.json").read_text())
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings |= {key: value for key, value in getattr(model, "source_dropout", {}).items() if key in settings}  # as it came, not as it trained
+    write_whole(temporary / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):  # config.json last: without it nothing loads
+        os.replace(file, folder / file.name)
+    temporary.rmdir()
