@@ -9,7 +9,7 @@ Nothing in a step waits for the device. On CUDA a step is captured once for each
 import os
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,26 @@ class Rollout:
         """N pairs (ids up to and including EOS, whether EOS came)."""
         rows = [row[:length] for row, length in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)]
         return list(zip(rows, self.ended.tolist(), strict=True))
+
+    def with_groups(self, places, other, pad_id):
+        """This rollout with its groups `places` taken from another, group by group."""
+        P, T = max(self.prompt_ids.shape[1], other.prompt_ids.shape[1]), max(self.ids.shape[1], other.ids.shape[1])
+        G, places = self.num_generations, torch.tensor(places, device=self.ids.device)
+        rows = (places[:, None] * G + torch.arange(G, device=places.device)).flatten()
+        joined = {"ended": self.ended.index_copy(0, rows, other.ended)}
+        for names, width, where in ((("prompt_ids", "prompt_mask"), P, places), (("ids", "mask", "logp", "thinking", "input_change"), T, rows)):
+            for name in names if self.mix is not None else [n for n in names if n != "input_change"]:
+                old, new = (_widened(getattr(r, name), width, where is places, pad_id if name.endswith("ids") else 0) for r in (self, other))
+                joined[name] = old.index_copy(0, where, new)
+        if self.mix is not None:
+            old, new = (F.pad(r.mix, (0, 0, 0, 0, 0, T - r.mix.shape[1])) for r in (self, other))
+            joined["mix"] = old.index_copy(0, places, new)
+        return replace(self, **joined)
+
+
+def _widened(tensor, width, on_the_left, value):
+    gap = width - tensor.shape[1]
+    return F.pad(tensor, (gap, 0) if on_the_left else (0, gap), value=value)
 
 
 # Sampling

@@ -15,7 +15,7 @@ import os
 import shutil
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 import sft_train
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
 from data import pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
 from output import MetricsLog, finish, open_output, refuse_used, save_model
@@ -81,6 +81,7 @@ class Config(TrainConfig):
     rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS))
     reward: list[str] | None = setting(None, "your own instead: FILE.py:function[=weight], several after one flag")
+    dynamic_sampling: int = setting(0, "groups whose rewards are all equal give way to fresh problems, in at most N extra rollouts a step; 0: they stay")
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting("none", "a YAML of sft_train.py that runs first, into output_dir/warm_start; what it leaves out is taken from here")
     log_groups: int = setting(1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl")
@@ -96,7 +97,7 @@ class Config(TrainConfig):
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
         check(self, "temperature", lambda v: 1e-3 <= v < math.inf, "must be positive, at least 0.001 (greedy paths of one prompt are all the same)")
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check(self, "beta log_groups", lambda v: 0 <= v < math.inf, "must be finite and not negative")
+        check(self, "beta log_groups dynamic_sampling", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
@@ -221,7 +222,8 @@ def train(config):
     log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
             f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
-    train_seconds = 0.0
+    train_seconds, place = 0.0, 0
+    own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
     for step in range(total):
         first = {}
@@ -235,15 +237,29 @@ def train(config):
             refresh(reference, policy)
 
         # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
-        batch = [problems[i] for i in problem_batch(len(problems), config.batch_size, step, config.seed)]
-        rollout, mine = sample(decoder, batch, config, step, accelerator)
-        completions = rollout.completions()
-        texts = [decoder.text(*pair) for pair in completions]
+        batch = [problems[i] for i in problem_batch(len(problems), config.batch_size, place, config.seed)]
+        place += config.batch_size
+        sampled = sample(decoder, batch, own, config, step)
         rollout_seconds = watch.lap()
 
-        # 3. Score them, and compare each with its group.
-        rewards, parts = score(functions, mine, texts, completions, config, step)
-        all_rewards = torch.tensor(gather_object(rewards), dtype=torch.float64)
+        # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
+        score(functions, sampled, config, step, gather_object)
+        all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
+        extra = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
+        for retry in range(1, config.dynamic_sampling + 1):
+            dead = all_equal(all_rewards.view(-1, config.num_generations)).nonzero().flatten().tolist()
+            if not dead:
+                break
+            for i, fresh in zip(dead, problem_batch(len(problems), len(dead), place, config.seed), strict=True):
+                batch[i] = problems[fresh]
+            place += len(dead)
+            if again := [i for i in dead if i in own]:
+                new = sample(decoder, batch, again, config, step, retry)
+                score(functions, new, config, step)
+                sampled.replace([i - own.start for i in again], new, decoder.tables.pad_id)
+            all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
+            extra = {"extra_rollouts": retry, "replaced_groups": extra["replaced_groups"] + len(dead)}
+        mine, rollout, completions, texts, rewards, parts = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
         reward_seconds = watch.lap()
@@ -265,6 +281,7 @@ def train(config):
             "step": step + 1,
             "outer_iteration": step // steps + 1,
             **rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, config),
+            **extra,
             **update_metrics,
             "learning_rate": learning_rate,
             "update_shown": float(shown),
@@ -311,27 +328,51 @@ def warm_start(config, accelerator):
     return str(folder)
 
 
-def sample(decoder, batch, config, step, accelerator):
-    """This process's share of the step's rollout, and its problems."""
-    G = config.num_generations
-    mine = batch[shard(len(batch), accelerator)]
-    uniforms = rollout_uniforms(config.seed, step, 0, len(batch) * G, config.max_completion_length)
-    ids, mask = pad_left([p.ids for p in mine], decoder.tables.pad_id)
-    rows = shard(len(batch), accelerator, G)
-    return decoder.rollout(ids, mask, G, config.max_completion_length, uniforms[rows], config.temperature), mine
+@dataclass
+class Sampled:
+    """What one process sampled for some groups of a step, and what it was paid: a problem a group, G rows of everything else."""
+
+    problems: list
+    rollout: Rollout
+    completions: list  # (ids, whether EOS came)
+    texts: list
+    rewards: list = field(default_factory=list)
+    parts: dict = field(default_factory=dict)  # each function's own values
+
+    def __iter__(self):
+        return (getattr(self, f.name) for f in dataclasses.fields(self))
+
+    def replace(self, places, other, pad_id):
+        """Take groups `places` from another, in its order."""
+        G = self.rollout.num_generations
+        self.rollout = self.rollout.with_groups(places, other.rollout, pad_id)
+        pairs = [(getattr(self, name), getattr(other, name)) for name in ("completions", "texts", "rewards")]
+        for n, place in enumerate(places):
+            self.problems[place] = other.problems[n]
+            for old, new in pairs + [(self.parts[name], other.parts[name]) for name in self.parts]:
+                old[place * G : (place + 1) * G] = new[n * G : (n + 1) * G]
 
 
-def score(functions, mine, texts, completions, config, step):
-    """Rewards of this process's rows: totals (a list of N), and each function's own."""
-    G = config.num_generations
-    problems = [p.problem for p in mine for _ in range(G)]
-    return compute_rewards(
+def sample(decoder, batch, groups, config, step, retry=0):
+    """Completions for some groups of a step's batch; the draws of a row depend on its place in the batch, not on who samples it."""
+    G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
+    uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)[list(groups)].flatten(0, 1)
+    ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
+    rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
+    completions = rollout.completions()
+    return Sampled(problems, rollout, completions, [decoder.text(*pair) for pair in completions])
+
+
+def score(functions, sampled, config, step, gather=lambda values: []):
+    """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
+    problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
+    sampled.rewards, sampled.parts = compute_rewards(
         functions,
         prompts=[[{"role": "user", "content": p.question}] for p in problems],
-        completions=[[{"role": "assistant", "content": text}] for text in texts],
+        completions=[[{"role": "assistant", "content": text}] for text in sampled.texts],
         step=step + 1,
-        gather=gather_object,  # another process may hold what a function does not abstain from
-        completion_ids=[ids for ids, _ in completions],
+        gather=gather,  # another process may hold what a function does not abstain from
+        completion_ids=[ids for ids, _ in sampled.completions],
         answer=[p.answer for p in problems],
         solution=[p.answer for p in problems],
         answer_format=config.answer_format,

@@ -273,7 +273,7 @@ def compute_rewards(functions, prompts, completions, step=None, gather=list, **c
     for function, weight in functions:
         name = getattr(function, "__name__", type(function).__name__)
         where = f"reward function {name}" + ("" if step is None else f" at step {step}")
-        values = _call(function, dict(prompts=prompts, completions=completions, **columns), where)
+        values = _call(function, dict(prompts=prompts, completions=completions, **columns), where) if completions else []
         if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
             values = values.tolist()
         if not isinstance(values, list | tuple):
@@ -281,8 +281,10 @@ def compute_rewards(functions, prompts, completions, step=None, gather=list, **c
         if len(values) != len(completions):
             raise RewardError(f"{where} returned {len(values)} values for {len(completions)} completions")
         values = [_number(v, where, c) for v, c in zip(values, completions, strict=True)]
-        if values and all(v is None for v in gather(values)):
-            raise RewardError(f"{where} returned None for all {len(values)} completions, the first of them {_quote(completions[0])}")
+        everywhere = gather(values)
+        if everywhere and all(v is None for v in everywhere):
+            shown = f", the first of them {_quote(completions[0])}" if completions else ""
+            raise RewardError(f"{where} returned None for all {len(everywhere)} completions{shown}")
         key = next(k for k in (name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))) if k not in parts)
         parts[key] = values
         for i, v in enumerate(values):

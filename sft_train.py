@@ -118,7 +118,7 @@ def train(config):
 
     for step in range(total):
         watch = Stopwatch(accelerator.device)
-        chosen = [pairs[i] for i in problem_batch(len(pairs), config.batch_size, step, config.seed)]
+        chosen = [pairs[i] for i in problem_batch(len(pairs), config.batch_size, step * config.batch_size, config.seed)]
         batch = as_rollout(chosen[shard(len(chosen), accelerator)], decoder.tables, accelerator.device)
         tokens = sum(len(ids) for _, ids in chosen)  # of all processes
         learning_rate = schedule.get_last_lr()[0]

@@ -327,10 +327,10 @@ def prepare_problems(config, tokenizer, responses=False):
     return train, held_out, skipped + skipped_too
 
 
-def problem_batch(count, batch_size, step, seed):
-    """Indices of the problems of a step (from 0): consecutive in an order that each pass over the data draws anew from (seed, pass)."""
+def problem_batch(count, size, first, seed):
+    """Indices of `size` problems from place `first` on, in an order that each pass over the data draws anew from (seed, pass)."""
     indices, orders = [], {}
-    for place in range(step * batch_size, (step + 1) * batch_size):
+    for place in range(first, first + size):
         passed, offset = divmod(place, count)
         if passed not in orders:
             generator = torch.Generator().manual_seed((seed << 20) + passed)

@@ -300,11 +300,11 @@ def test_a_tied_head_is_saved_once_and_dropout_as_it_came(tokenizer, tmp_path):
 
 
 def test_each_pass_over_the_problems_is_a_permutation_of_its_own():
-    first = [i for step in range(5) for i in problem_batch(10, 4, step, seed=1)]
+    first = [i for step in range(5) for i in problem_batch(10, 4, 4 * step, seed=1)]
     assert sorted(first[:10]) == list(range(10)) == sorted(first[10:])
     assert first[:10] != first[10:]
-    assert first == [i for step in range(5) for i in problem_batch(10, 4, step, seed=1)]
-    assert first != [i for step in range(5) for i in problem_batch(10, 4, step, seed=2)]
+    assert first == [i for step in range(5) for i in problem_batch(10, 4, 4 * step, seed=1)]
+    assert first != [i for step in range(5) for i in problem_batch(10, 4, 4 * step, seed=2)]
     assert len(problem_batch(3, 8, 0, seed=0)) == 8, "a batch may be larger than the data"
 
 
