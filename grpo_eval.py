@@ -2,6 +2,7 @@
 
     python grpo_eval.py                                     grpo_finetuned_model, on the test split of what it was trained on
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
+    python grpo_eval.py --ask "A pen costs 3 dollars. How much do 14 pens cost?"
 
 Writes eval_runs/<name>/report.json and samples.jsonl; the last line it prints is the report as one JSON object.
 """
@@ -23,10 +24,11 @@ from scipy import stats
 from tqdm import tqdm
 
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
-from data import encode_prompts, load_problems
+from data import QUESTION, DataError, encode_prompts, load_problems
 from generation import GroupDecoder
 from processes import launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
+from solver import load_solver, readable, solve
 from training import check_positions, load_model, load_tokenizer, rollout_dtype
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
@@ -52,6 +54,9 @@ class Config:
     chat_template_kwargs: str | None = setting(None, "JSON object handed to the chat template")
     max_prompt_length: int | None = setting(None, "longer prompts are skipped and counted; they count as wrong")
     max_completion_length: int | None = setting(None, "tokens an answer may have")
+    ask: str | None = setting(None, "answer this one question instead, readably")
+    questions: str | None = setting(None, "answer every question of a file instead: one a line, or JSON lines with a question or prompt")
+    save_jsonl: str | None = setting(None, "with --questions: write prompts and answers there, one JSON object a line, as sft_train.py reads them")
     num_samples: int = setting(1, "answers a question, with a temperature above 0")
     temperature: float = setting(0.0, "0: greedy")
     top_p: float = setting(1.0, "sample from the smallest set of tokens of this probability")
@@ -78,6 +83,8 @@ class Config:
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: v >= 0, "must not be negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+        if self.save_jsonl and not self.questions:
+            raise SettingError("save_jsonl", self.save_jsonl, "goes with --questions FILE")
         if self.num_samples > 1 and self.temperature == 0:
             raise SettingError("num_samples", self.num_samples, "greedy answers are all the same: set a temperature, such as --temperature 1")
         check_prompting(self)
@@ -180,8 +187,46 @@ def evaluate(config):
     return report, folder
 
 
+def answer(config):
+    """`--ask` and `--questions`: print answers, or write them as JSON lines."""
+    questions = [config.ask] if config.ask is not None else read_questions(config.questions)
+    solver = load_solver(
+        config.model, config.answer_format, system_prompt(config), config.max_completion_length, config.bf16, config.trust_remote_code,
+        torch_compile=len(questions) > 100 and config.torch_compile, chat_template_kwargs=template_kwargs(config),
+    )  # fmt: skip
+    solutions = solve(questions, solver, config.temperature, config.seed)
+    if config.save_jsonl is None:
+        print("\n\n".join((f"Question: {s.question}\n\n" if len(solutions) > 1 else "") + readable(s) for s in solutions))
+        return
+    rows = [{"prompt": s.question, "response": s.completion, "reasoning": s.reasoning, "answer": s.answer, "finished": s.finished} for s in solutions]
+    write_whole(config.save_jsonl, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"{len(rows)} answers in {config.save_jsonl}, {sum(row['answer'] is None for row in rows)} of them without an answer in the format")
+
+
+def read_questions(path):
+    """The questions of a text file, one a line, or of JSON lines."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("questions", path, f"cannot be read ({type(error).__name__})") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line and Path(path).suffix == ".jsonl":
+            try:
+                row = json.loads(line)
+                line = next(row[key] for key in QUESTION if isinstance(row.get(key), str))
+            except (json.JSONDecodeError, AttributeError, StopIteration) as error:
+                raise DataError(f"{path} line {number}: is not a JSON object with a {' or '.join(QUESTION)}") from error
+        found += [line] if line else []
+    if not found:
+        raise DataError(f"{path}: holds no question")
+    return found
+
+
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
+    if config.ask is not None or config.questions is not None:
+        return answer(config)
     if processes := starts_processes(config.num_processes):
         launch(processes)
         return

@@ -6,6 +6,7 @@ by SIGALRM, in the main thread only, and one big power holds the interpreter for
 """
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -44,6 +45,8 @@ BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?$")
 TWO_NUMBERS = re.compile(r"(?<![_^\d])\d+ \d")
 REPEATING = re.compile(r"([-+]?)(\d{0,50})\.(\d{0,50})\\overline\{(\d{1,50})\}")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
+RELATION = re.compile(r"(<=|>=|<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z]))")
+ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", r"\le": "<=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!="}
 OPENING, CLOSING = {"(": ")", "[": "]", "{": "}"}, set(")]}")
 
 
@@ -141,10 +144,27 @@ def structure(text, depth=0):
     word = re.sub(TEXT, r"\1", text).strip(" ()")
     if re.fullmatch(r"[a-zA-Z][a-zA-Z' -]+", word) or (word != text and re.fullmatch(r"[a-zA-Z]", word)):
         return "word", " ".join(word.lower().split())
-    if re.search(r"[<>]|\\(?:le|ge|ne|lt|gt)\b", text):
-        return "relation", text
+    sides = [part.strip() for part in RELATION.split(text)]
+    if len(sides) > 1:
+        return _interval(sides[::2], [ORDER[sign] for sign in sides[1::2]], depth)
     sides = _split(text, "=")
     return ("equation", sides) if len(sides) > 1 else ("value", text)
+
+
+def _interval(sides, signs, depth):
+    """What a variable may be, as an interval where the relation says it: x > 5, 1 < x <= 3; else the relation, all signs turned to < and <=."""
+    if signs[0][0] == ">":
+        sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
+    is_letter = [re.fullmatch("[a-zA-Z]", side) is not None for side in sides]
+    if any(sign[0] != "<" for sign in signs) or sum(is_letter) != 1 or any(_has_variable(s) for s, letter in zip(sides, is_letter, strict=True) if not letter):
+        return "relation", (tuple(sides), tuple(signs))
+    at = is_letter.index(True)
+    low, high = sides[:at], sides[at + 1 :]
+    if len(low) > 1 or len(high) > 1:
+        return "relation", (tuple(sides), tuple(signs))
+    opening = "[" if low and signs[0] == "<=" else "("
+    closing = "]" if high and signs[-1] == "<=" else ")"
+    return opening + closing, [structure(low[0] if low else r"-\infty", depth + 1), structure(high[0] if high else r"\infty", depth + 1)]
 
 
 def _members(parts, depth):
@@ -199,7 +219,11 @@ def same(a, b, ask):
     if kind == "word":
         return left == right
     if kind == "relation":
-        return _squeezed(left) == _squeezed(right) or ask("relation", left, right)
+        (sides, signs), (others, other_signs) = left, right
+        if signs != other_signs or len(sides) != len(others):
+            return False
+        pairs = zip(itertools.pairwise(sides), itertools.pairwise(others), strict=True)
+        return all([_squeezed(x) for x in one] == [_squeezed(x) for x in two] or ask("relation", one, two) for one, two in pairs)
     if kind == "equation":
         return [_squeezed(x) for x in left] == [_squeezed(x) for x in right] or (len(left) == len(right) == 2 and ask("equation", left, right))
     if kind == "set":
@@ -252,7 +276,7 @@ def _decide(kind, left, right):
         value = found[0] if found else None
         return value.subs({s: sympy.I for s in value.free_symbols if s.name == "i"}) if isinstance(value, sympy.Expr) else value
 
-    if kind == "equation":  # the same where one difference of the sides is a constant times the other
+    if kind != "value":  # the same where one difference of the sides is a constant times the other, a positive one where order counts
         sides = [[read(x) for x in pair] for pair in (left, right)]
         if any(not isinstance(x, sympy.Expr) for pair in sides for x in pair):
             return False
@@ -260,12 +284,10 @@ def _decide(kind, left, right):
         if one.free_symbols != two.free_symbols or not one.free_symbols:
             return False  # a statement about numbers is no value
         ratio = sympy.simplify(one / two)
-        return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+        return bool(ratio.is_number and ratio.is_finite and (ratio > 0 if kind == "relation" else ratio != 0))
     a, b = read(left), read(right)
     if a is None or b is None:
         return False
-    if kind == "relation":
-        return bool(verify(a, b, timeout_seconds=None))
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
     if a.free_symbols or b.free_symbols:
@@ -322,7 +344,12 @@ class _Child:
             self.process = None
 
     def ask(self, timeout, question):
-        """True or False, or None where it took too long (the child is dead then)."""
+        """True or False; None where it took too long. A child that died while it was idle is replaced, and asked again."""
+        started = time.monotonic()
+        answer = self._ask(timeout, question)
+        return self._ask(timeout, question) if answer is None and time.monotonic() - started < timeout / 4 else answer
+
+    def _ask(self, timeout, question):
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
@@ -332,10 +359,10 @@ class _Child:
             line = self._line(timeout + 0.5)
         except OSError:
             line = b""
-        if not line:
-            self.stop()
-            return None
-        return json.loads(line)
+        if line:
+            return json.loads(line)
+        self.stop()
+        return None
 
     def _line(self, seconds):
         end, out, found = time.monotonic() + seconds, self.process.stdout, b""

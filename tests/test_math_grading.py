@@ -1,0 +1,115 @@
+"""Whether two MATH answers are the same object: by hand, on hazards, from threads, and MATH-500 against itself where it is there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import math_grading
+from math_grading import all_math_equal, math_equal
+
+MATH500 = Path(__file__).parents[2] / "shared" / "data" / "math500" / "test.jsonl"
+
+SAME = [
+    (r"\frac34", r"\frac{3}{4}"), (r"\dfrac{3}{4}", "3/4"), (r"\tfrac 34", "0.75"), (r"\frac{7}9", r"\frac{7}{9}"), (r"\left(1,2\right)", "(1, 2)"),
+    ("x=7", "7"), ("7", "y = 7"), (r"x \in (0,3]", "(0,3]"), ("12 dollars", "12"), (r"12\text{ cm}", "12"), (r"12 \mbox{ inches}^2", "12"),
+    (r"45^\circ", "45"), ("45°", "45"), (r"60\%", "60"), ("60%", "60"), (r"\$7.50", "7.5"), (r"12,\!345", "12345"), (r"1,\! 234,\! 567", "1234567"),
+    (r"3\frac{1}{4}", "13/4"), ("3 1/4", "3.25"), (r"-2\frac12", "-2.5"), (r"\frac{2}{\sqrt{6}}", r"\frac{\sqrt{6}}{3}"), (r"2\sqrt3", r"\sqrt{12}"),
+    ("sqrt(12)", r"2\sqrt{3}"), ("3*pi + 1", r"1+3\pi"), (r"(t+1)(t-1)", "t^2-1"), ("t**2", "t^2"), ("4 - 3i", "-3i+4"), (r"e^{i\pi}", "-1"), ("i^2", "-1"),
+    ("2, 9", "9,2"), (r"\{9, 2\}", "2,9"), ("2 and 9", "9, 2"), ("x=2 or x=9", "2,9"), (r"\{6\}", "6"), (r"4 \pm \sqrt{7}", r"4+\sqrt7, 4-\sqrt7"),
+    (r"\pm 8", "8,-8"), (r"(5,\infty)\cup(-\infty,1)", r"(-\infty,1) \cup (5,\infty)"), (r"\emptyset", r"\varnothing"), ("y = 3x - 1", "y=-1+3x"),
+    ("3x - y = 1", "y = 3x - 1"), ("6x - 2y - 2 = 0", "y=3x-1"), ("t > 4", "4 < t"), ("t>4", r"(4,\infty)"), (r"-1 \le t < 2", "[-1,2)"), ("2 > t >= -1", "[-1,2)"), ("x + y < 3", "2x+2y < 6"), (r"x \ne 2", r"x\neq 2"), (r"\text{North}", "north"), (r"\text{(D)}", "D"), ("(d)", r"\text{D}"),
+    ("713_8", "713_{8}"), ("459", "713_8"), (r"\begin{pmatrix} 1/2 \\ -3 \end{pmatrix}", r"\begin{bmatrix} 0.5 \\ -3 \end{bmatrix}"), ("½", "0.5"),
+    ("2³", "8"), ("−4", "-4"), ("５", "5"), ("3e4", "30000"), (r"6.5\times 10^{3}", "6500"), (r"0.\overline{6}", "2/3"), (r"\log_3 81", "4"),
+    (r"\sqrt[3]{27}", "3"), ("6!", "720"), (r"\binom{6}{2}", "15"), (r"\boxed{11}", "11"), ("$11$", "11"), (r"\(11\)", "11"), ("11.", "11"),
+    (r"\sin^2 u+\cos^2 u", "1"), (r"\infty", "infinity"), ("no solution", "No solution."), (r"\frac{-2}{3}", r"-\frac23"),
+]  # fmt: skip
+OTHER = [
+    ("(1,2)", "(2,1)"), ("[1,2]", "(1,2)"), ("(1,2]", "[1,2)"), (r"\{1,2\}", "(1,2)"), ("1,2,3", "(1,2,3)"), ("1", "1,2"), ("1,1,2", "1,2"),
+    ("41=42", "42"), ("1=2=3", "3"), ("0.33", r"\frac13"), ("3.14159265358979", r"\pi"), ("22/7", r"\pi"), ("1.41421356237", r"\sqrt2"), ("713", "713_8"),
+    ("5", r"5\sqrt{2}"), ("10%", "0.1"), ("3 4", "34"), ("3 4", "12"), ("2 1/2", "21/2"), ("x", "y"), ("A", "a"), ("x^2", "x^3"), ("t > 4", "t < 4"),
+    ("t > 4", "t \\ge 4"), ("x+y<3", "x+y>3"), ("-x-y<3", "x+y<3"), ("y=x", "y=-x"), ("x", "1"), ("|x|", "x"), (r"\text{Monday}", r"\text{Tuesday}"), ("", ""), ("7", ""), ("", "7"), ("5/0", "5"),
+    ("100000000000000000001", "100000000000000000000"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"), ("2x+3", "y=2x+3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), SAME)
+def test_two_spellings_of_one_object(left, right):
+    assert math_equal(left, right)
+    assert math_equal(right, left)
+
+
+@pytest.mark.parametrize(("left", "right"), OTHER)
+def test_two_objects(left, right):
+    assert not math_equal(left, right)
+    assert not math_equal(right, left)
+
+
+HAZARDS = ["9^{9^9}", r"\frac{1}{3^{9^9}}+x", "10000000!", "(" * 900 + "x" + ")" * 900, r"\frac{" * 300, r"\boxed{" * 300, "x^{" * 300 + "2" + "}" * 300,
+           "1+" * 900 + "1", r"\pm" * 200, "{" * 1500, "\0", "\ud800", "__import__('os').system('touch PWNED')"]  # fmt: skip
+
+
+def test_what_would_take_for_ever_is_not_equal_and_comes_back_in_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in HAZARDS:
+        started = time.monotonic()
+        assert math_equal(text, "42+x", timeout=0.7) is False
+        assert time.monotonic() - started < 2.5, text[:20]
+    assert math_equal("x+42", "42+x"), "the pool still answers"
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_pairs_are_bounded_together():
+    started = time.monotonic()
+    found = all_math_equal([f"9^{{9^9}}+{i}" for i in range(40)] + ["x+1"], ["x+7"] * 40 + ["1+x"], timeout=0.5, in_all=2.0)
+    assert time.monotonic() - started < 5
+    assert not any(found[:40])
+
+
+def test_from_threads_at_once():
+    found = [None] * 12
+
+    def ask(i):
+        found[i] = math_equal(f"(u+{i})^2", f"u^2+{2 * i}u+{i * i}")
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(found)
+
+
+def test_a_child_that_dies_is_replaced():
+    assert math_equal("v+1", "1+v")
+    for child in list(math_grading._children().idle.queue):
+        if child.process is not None:
+            os.kill(child.process.pid, signal.SIGKILL)
+    assert math_equal("v+2", "2+v")
+
+
+def test_no_child_outlives_its_parent():
+    code = "import math_grading as m; assert m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(math_grading.__file__).parent, capture_output=True, text=True, check=True)
+    pids = json.loads(done.stdout)
+    assert pids
+    for _ in range(100):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            return
+        time.sleep(0.1)
+    raise AssertionError("a child is still there")
+
+
+@pytest.mark.skipif(not MATH500.exists(), reason="MATH-500 is not beside this checkout")
+def test_math500_against_itself_and_against_its_neighbours():
+    gold = [json.loads(line)["answer"] for line in MATH500.read_text().splitlines()]
+    assert all(all_math_equal([f" {g}." for g in gold], gold))
+    pairs = list(zip(gold, gold[1:] + gold[:1], strict=True))
+    equal = {pair for pair, found in zip(pairs, all_math_equal(*zip(*pairs, strict=True)), strict=True) if found}
+    assert equal == {("5", "x=5"), ("7", "7"), ("3", "3")}
