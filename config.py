@@ -112,7 +112,7 @@ class TrainConfig:
 
     def __post_init__(self):
         words = {"true": "on", "false": "off"}  # as YAML and other trainers have it
-        object.__setattr__(self, "gradient_checkpointing", words.get(self.gradient_checkpointing.lower(), self.gradient_checkpointing))
+        object.__setattr__(self, "gradient_checkpointing", words.get(str(self.gradient_checkpointing).lower(), self.gradient_checkpointing))
         check(self, "gradient_checkpointing", lambda v: v in ("auto", "on", "off"), "must be auto, on or off")
         check(self, "batch_size num_steps max_prompt_length max_completion_length", lambda v: v >= 1, "must be at least 1")
         check(self, "learning_rate weight_decay max_grad_norm eval_every eval_problems save_every", lambda v: 0 <= v < math.inf, "must be finite, 0 or more")
@@ -130,6 +130,8 @@ class TrainConfig:
         needs_package(self, "lora_r", self.lora_r > 0, "peft", 0)
         if self.fsdp and (self.lora_r or self.optimizer != "adamw"):
             raise SettingError("fsdp", True, "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments are small without it")
+        if self.lora_target_modules and not self.lora_r:
+            raise SettingError("lora_target_modules", self.lora_target_modules, "there are no adapters without LoRA: set lora_r")
         if self.save_adapter and not self.lora_r:
             raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
         if self.report_to == ["none"]:
@@ -332,7 +334,7 @@ def resolved(config):
     commit = subprocess.run(
         ["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()
-    packages = ("torch", "transformers", "accelerate", "datasets", "numpy")
+    packages = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "bitsandbytes", "math-verify", "triton")
     versions = {name: metadata.version(name) for name in packages if _installed(name)}
     return {**dataclasses.asdict(config), "versions": {"python": sys.version.split()[0], **versions}, "commit": commit or "unknown"}
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
 from data import QUESTION, DataError, encode_prompts, load_problems
 from generation import GroupDecoder
-from processes import launch, shard, starts_processes
+from processes import end_with_parent, launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
 from solver import load_solver, readable, solve
 from training import check_positions, load_model, load_tokenizer, rollout_dtype
@@ -155,6 +155,7 @@ def summarise(records, skipped):
 
 def evaluate(config):
     """Decode, grade, write; returns the report. Each process decodes its part, and all grade; only the first writes."""
+    end_with_parent()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device = accelerator.device
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
@@ -227,7 +228,7 @@ def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
     if config.ask is not None or config.questions is not None:
         return answer(config)
-    if processes := starts_processes(config.num_processes):
+    if processes := starts_processes(config):
         launch(processes)
         return
     report, folder = evaluate(config)

@@ -28,7 +28,7 @@ from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
 from output import MetricsLog, finish, open_output, refuse_used, save_model
-from processes import distribute, largest, launch, shard, start_processes, starts_processes
+from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, right_answers
 from training import (
     Scorer,
@@ -297,14 +297,17 @@ def train(config):
         if explained:
             log.say(explained)
         saves = config.save_every and (step + 1) % config.save_every == 0
-        state = merged_state(policy) if saves or last else None
-        if saves and accelerator.is_main_process:
-            save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32, state)
-            shutil.copy(folder / "run_config.yaml", folder / f"checkpoint-{step + 1}")  # grpo_eval.py reads the format from it
+        if saves:
+            state = merged_state(policy, torch.float32, keep=accelerator.is_main_process)
+            if accelerator.is_main_process:
+                save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32, state)
+                shutil.copy(folder / "run_config.yaml", folder / f"checkpoint-{step + 1}")  # grpo_eval.py reads the format from it
+            state = None
         if last:
             break
 
     log.close()
+    state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
         finish(config, folder, policy, tokenizer, state, len(held_out))
     accelerator.wait_for_everyone()
@@ -530,7 +533,8 @@ def explain_first_group(decoder, scorer, rollout, step, config):
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
     debug_every()
-    if processes := starts_processes(config.num_processes):
+    if processes := starts_processes(config):
+        check_shares(config, processes)
         launch(processes)
     else:
         train(config)

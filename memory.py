@@ -1,6 +1,7 @@
 """Fitting the update into memory: micro-batches of a number of tokens that is found by trial, and halved where it does not fit after all."""
 
 import contextlib
+import gc
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -13,74 +14,87 @@ ENOUGH_TOKENS = 4096  # with fewer than these at once, recomputing activations i
 REMEDIES = "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
 
 
+def row_lengths(rollout):
+    """Tokens of each row, prompt and completion together: a list of N."""
+    return (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths).tolist()  # device sync
+
+
 def micro_batches(rollout, token_budget):
     """Row indices in batches of at most `token_budget` tokens, padding in, rows of like length together; one row goes whatever its length."""
-    prompt_lengths = rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations)
-    lengths = (prompt_lengths + rollout.lengths).tolist()  # device sync
-    batches, longest_first = [], sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    for n in longest_first:
+    lengths, batches = row_lengths(rollout), []
+    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > token_budget:
             batches.append([])
         batches[-1].append(n)
     return [torch.tensor(rows, device=rollout.ids.device) for rows in batches]
 
 
-def longest_row(rollout):
-    """Tokens of the longest prompt and the longest completion together."""
-    return int(rollout.prompt_mask.sum(-1).max() + rollout.lengths.max())
-
-
 class TokenBudget:
-    """How many tokens, padding in, go through the model at once in the update of `policy`; None until the first rollout to train on is there."""
+    """How many tokens, padding in, go through the model at once in the update of `policy`; `tokens` is None until there is a rollout to try it on."""
 
     def __init__(self, config, policy, optimizer):
         self.tokens, self.policy, self.optimizer = config.micro_batch_tokens, policy, optimizer
-        self.recomputes = config.gradient_checkpointing == "on"
-        self.may_recompute = config.gradient_checkpointing == "auto"
-        if self.recomputes:
-            recompute_activations(policy)
-        if self.tokens is None and next(policy.parameters()).device.type != "cuda":
-            self.tokens = MOST_TOKENS
+        self.recomputes, self.may_recompute = False, config.gradient_checkpointing == "auto"
+        if config.gradient_checkpointing == "on":
+            self.recompute()
+
+    def recompute(self):
+        """From now on activations are computed again in the backward (every dropout is 0, so no random state has to be kept)."""
+        self.recomputes = True
+        self.policy.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
     def find(self, accelerator, scorer, rollout):
-        """What the free memory of the card holds, by a forward and backward whose gradients are dropped; `auto` recomputes where that is little."""
-        self.tokens = self._try(accelerator, scorer, rollout)
-        if self.may_recompute and self.tokens < ENOUGH_TOKENS:
-            self.recomputes = True
-            recompute_activations(self.policy)
-            self.tokens = self._try(accelerator, scorer, rollout)
-        self.tokens = min(MOST_TOKENS, self.tokens)
+        """What the free memory of the card holds, by forwards and backwards whose gradients are dropped; `auto` recomputes where that is little."""
+        if accelerator.device.type != "cuda":
+            self.tokens = MOST_TOKENS
+            return
+        enough = largest(min(ENOUGH_TOKENS, sum(row_lengths(rollout))))
+        fits = self._try(accelerator, scorer, rollout)
+        if self.may_recompute and not self.recomputes and fits < enough:
+            self.recompute()
+            fits = self._try(accelerator, scorer, rollout)
+        if fits < 1:
+            raise RunError(f"out of memory: nothing is left for the update beside weights, gradients and moments: {REMEDIES}")
+        self.tokens = min(MOST_TOKENS, fits)
         if accelerator.is_main_process:
             print(f"{self.tokens} tokens at once in the update{', with gradient checkpointing' if self.recomputes else ''}", flush=True)
 
     def _try(self, accelerator, scorer, rollout):
-        wanted, sharded = ENOUGH_TOKENS, isinstance(scorer, FSDPModule)
-        while True:
-            rows = micro_batches(rollout, wanted)[0]
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+        """Tokens that fit, the fewest of any process; 0 where one row does not. Activations grow with the tokens, copies of weights do not: two sizes tell."""
+        lengths, fits, wanted = row_lengths(rollout), None, ENOUGH_TOKENS
+        one, trained = micro_batches(rollout, 1)[0], [p for p in self.policy.parameters() if p.requires_grad]
+        while fits is None:
+            many = micro_batches(rollout, wanted)[0]
+            for p in trained:
+                p.grad = torch.zeros_like(p)  # they are there in the real update too
             try:
-                with contextlib.nullcontext() if sharded else accelerator.no_sync(scorer):
-                    scorer(rollout, rows)[0].sum().backward()
-                needed = torch.cuda.max_memory_allocated() - before
+                (fewer, low), (more, high) = ((len(rows) * lengths[rows[0]], self._peak(accelerator, scorer, rollout, rows)) for rows in (one, many))
+                torch.cuda.empty_cache()
+                free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
+                each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
+                fits = max(0, int((free - (high - each * more)) / each))
             except torch.OutOfMemoryError:
-                if len(rows) == 1 or sharded:
-                    return 1
-                needed, wanted = None, min(wanted, len(rows) * longest_row(rollout)) // 2
+                fits, wanted = 0 if len(many) == 1 or isinstance(scorer, FSDPModule) else None, wanted // 2
             scorer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            if needed is not None:
-                return max(1, int(0.85 * self._free() / needed * len(rows) * longest_row(rollout)))
+            free_memory()
+        return -largest(-fits)
 
-    def _free(self):
-        """Bytes that activations may take: what is free now, less gradients, and moments where there are none yet."""
-        trained = [getattr(p, "_local_tensor", p) for p in self.policy.parameters() if p.requires_grad]
-        moments = 0 if self.optimizer.state else (8 if isinstance(self.optimizer, torch.optim.AdamW) else 2)
-        return torch.cuda.mem_get_info()[0] - sum(p.numel() * (p.element_size() + moments) for p in trained)
+    def _peak(self, accelerator, scorer, rollout, rows):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with contextlib.nullcontext() if isinstance(scorer, FSDPModule) else accelerator.no_sync(scorer):
+            scorer(rollout, rows)[0].sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _moments(self, trained):
+        """Bytes of the optimiser's moments, which its first step will take."""
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in trained]
+        return sum(p.numel() for p in local) * (8 if isinstance(self.optimizer, torch.optim.AdamW) else 2)
 
 
-def recompute_activations(policy):
-    policy.gradient_checkpointing_enable({"use_reentrant": False})
+def free_memory():
+    gc.collect()  # graphs that an error left in cycles
+    torch.cuda.empty_cache()
 
 
 def within_memory(accelerator, scorer, rollout, budget, one_batch):
@@ -92,7 +106,8 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
     """
     if budget.tokens is None:
         budget.find(accelerator, scorer, rollout)
-    asked, sharded = budget.tokens, isinstance(scorer, FSDPModule)
+    asked, sharded, alone = budget.tokens, isinstance(scorer, FSDPModule), accelerator.num_processes == 1
+    who = "" if alone else f"process {accelerator.process_index}: "
     while True:
         batches, results, last = micro_batches(rollout, budget.tokens), [], False
         turns = largest(len(batches)) if sharded else len(batches)
@@ -103,13 +118,17 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
                 with contextlib.nullcontext() if last or sharded else accelerator.no_sync(scorer):
                     results.append(one_batch(rows, counts))
             if budget.tokens < asked:
-                print(f"out of memory in the update: micro_batch_tokens went from {asked} to {budget.tokens}, the result is the same", flush=True)
+                print(f"{who}out of memory in the update: from {asked} tokens at once to {budget.tokens}, the result is the same", flush=True)
             return results[: len(batches)]
         except torch.OutOfMemoryError as error:
-            if max(map(len, batches)) == 1:
-                raise RunError(f"out of memory on one sequence of {longest_row(rollout)} tokens: {REMEDIES}") from error
-            if sharded or (last and accelerator.num_processes > 1):  # the other processes wait for this one
-                raise RunError(f"out of memory at micro_batch_tokens={budget.tokens} on process {accelerator.process_index}: lower it") from error
+            if sharded or (last and not alone):  # the other processes wait for this one
+                raise RunError(f"{who}out of memory with {budget.tokens} tokens at once: set --micro_batch_tokens lower, or {REMEDIES}") from error
+            longest, rows = max(row_lengths(rollout)), max(map(len, batches))
+            if rows == 1 and (budget.recomputes or not budget.may_recompute):
+                raise RunError(f"{who}out of memory on one sequence of {longest} tokens: {REMEDIES}") from error
         scorer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        budget.tokens = min(budget.tokens, max(map(len, batches)) * longest_row(rollout)) // 2
+        free_memory()
+        if rows == 1:
+            budget.recompute()
+        else:
+            budget.tokens = min(budget.tokens, rows * longest) // 2

@@ -147,16 +147,14 @@ def save_adapter(model, folder):
 def save_model(model, tokenizer, folder, dtype, state=None):
     """Write a directory that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`; files appear in place only when all are written.
 
-    `state`: what `merged_state` gave, where weights are sharded.
+    `state`: what `merged_state` gave in that dtype, where weights are sharded.
     """
     folder = Path(folder)
     temporary = folder / ".saving"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        state = merged_state(model) if state is None else state
-        cast = {v.data_ptr(): v.to(dtype) if v.is_floating_point() else v for v in state.values()}  # tied weights stay one tensor
-        model.save_pretrained(temporary, state_dict={k: cast[v.data_ptr()] for k, v in state.items()})
+        model.save_pretrained(temporary, state_dict=merged_state(model, dtype) if state is None else state)
         tokenizer.save_pretrained(temporary)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

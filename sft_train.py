@@ -16,7 +16,7 @@ from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from memory import TokenBudget, within_memory
 from output import MetricsLog, finish, open_output, refuse_used
-from processes import distribute, largest, launch, shard, start_processes, starts_processes
+from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
     Stopwatch,
@@ -41,7 +41,7 @@ SHOWN = {"loss": "loss", "eval_accuracy": "held-out", "grad_norm": "grad", "lear
 INHERITED = {
     "model", "dataset", "split", "question_column", "answer_column", "solution_column", "limit", "answer_format", "grading", "system_prompt_file",
     "chat_template_kwargs", "max_prompt_length", "max_completion_length", "micro_batch_tokens", "gradient_checkpointing", "bf16", "eval_problems",
-    "cpu_threads", "seed", "trust_remote_code",
+    "cpu_threads", "seed", "trust_remote_code", "torch_compile", "fsdp", "optimizer", "lora_r", "lora_alpha", "lora_target_modules", "num_processes",
 }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def train(config):
         if last:
             break
     log.close()
-    state = merged_state(policy)
+    state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
         finish(config, folder, policy, tokenizer, state, len(held_out))
     accelerator.wait_for_everyone()
@@ -153,7 +153,8 @@ def train(config):
 
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
-    if processes := starts_processes(config.num_processes):
+    if processes := starts_processes(config):
+        check_shares(config, processes)
         launch(processes)
     else:
         train(config)

@@ -21,10 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from transformers.pytorch_utils import Conv1D
 
 from backbones import check_head, model_body, real_logits, softcap, vocab_logits
-from config import SettingError, system_prompt, template_kwargs
+from config import RunError, SettingError, system_prompt, template_kwargs
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
 from generation import draw
 from m3po_module import blend
+from memory import REMEDIES
 from processes import shard, whole
 from rewards import right_answers
 
@@ -116,6 +117,9 @@ def add_adapters(model, config):
         peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise SettingError("lora_target_modules", wanted, f"does not fit the model ({' '.join(str(error).split())[:200]})") from error
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(hasattr(end, "base_layer") for end in ends) and len({getattr(end, "base_layer", end).weight.data_ptr() for end in ends}) == 1:
+        raise SettingError("lora_target_modules", wanted, "this model's embedding and head are one matrix: an adapter on one of them would split it")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
@@ -134,13 +138,31 @@ def merged_parameters(model):
 
 
 @torch.no_grad()
-def merged_state(model):
-    """The state dict as a plain model has it: adapters merged, shards put together. Every process must call it where weights are sharded."""
-    merged, first = {name: whole(value) for name, value in merged_parameters(model)}, {}
-    alias = {name: first.setdefault(id(value), name) for name, value in model.named_parameters(remove_duplicate=False)}  # a tied weight has two names
-    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    plain = {name: name.replace(".base_layer.", ".") for name in state}
-    return {plain[name]: merged.get(plain.get(alias.get(name, name), ""), value) for name, value in state.items()}
+def merged_state(model, dtype, keep=True):
+    """The state dict as a plain model has it, on the CPU in `dtype`: adapters merged, shards put together, a tied weight one tensor with two names.
+
+    Every process must call it where weights are sharded; those that do not `keep` it get nothing. One tensor at a time goes through the device.
+    """
+    made = {}
+    for parameter, (_, value) in zip(model_weights(model), merged_parameters(model), strict=True):
+        value = whole(value)
+        made[id(parameter)] = value.to(dtype).cpu() if keep else None
+    if not keep:
+        return None
+    state = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if ".lora_" not in name:
+            state[name.replace(".base_layer.", ".")] = made[id(parameter)]
+    for name, value in model.state_dict().items():
+        plain = name.replace(".base_layer.", ".")
+        if ".lora_" not in name and plain not in state:  # buffers
+            state[plain] = value.to(dtype).cpu() if value.is_floating_point() else value.cpu()
+    return state
+
+
+def model_weights(model):
+    """The parameters that a model without adapters has, in the order of `merged_parameters`."""
+    return [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
 
 
 @torch.no_grad()
@@ -249,6 +271,7 @@ def token_scores(logits, targets, temperature, cap, num_real, missing):
 
 def compile_layers(model):
     """Compile the decoder layers, in place: all are one piece of code, compiled once for any number of rows and tokens."""
+    torch._dynamo.config.optimize_ddp = False  # it would cut each layer where a bucket of gradients ends
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in kinds:
@@ -307,7 +330,10 @@ def guarded_step(accelerator, scorer, optimizer, schedule, losses, max_grad_norm
     bad = ~(torch.isfinite(norm) & torch.isfinite(losses).all())
     stepped = float(accelerator.reduce(bad.float(), "sum")) == 0  # device sync
     if stepped:
-        optimizer.step()
+        try:
+            optimizer.step()
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
     optimizer.zero_grad(set_to_none=True)
     schedule.step()
     return stepped, float(norm)

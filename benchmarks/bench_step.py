@@ -72,7 +72,7 @@ def our_case(case, steps, args, rates, emit):
             torch_peak = max(torch_peak, torch.cuda.max_memory_allocated())
     rollout_seconds, update_seconds = (statistics.median(x) for x in zip(*laps, strict=True))
     parameters = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    operations = 8 * parameters * B * G * (P + T)
+    operations = (6 if config.lora_r else 8) * parameters * B * G * (P + T)  # a frozen weight has no gradient
     emit(case, "step_seconds", statistics.median(map(sum, laps)), "s")
     emit(case, "rollout_seconds", rollout_seconds, "s")
     emit(case, "update_seconds", update_seconds, "s")

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_eval
 import grpo_train
-from config import RunError, template_kwargs
+from config import RunError, SettingError, template_kwargs
 from conftest import build_model
 from data import load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
-from memory import ENOUGH_TOKENS, MOST_TOKENS, TokenBudget, longest_row, micro_batches
+from memory import TokenBudget, row_lengths
 from processes import starts_processes
 from rewards import RewardError
 from training import Scorer, make_optimizer
@@ -190,34 +190,86 @@ def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(to
 
 
 class Card:
-    """Memory of a GPU as `TokenBudget.find` asks for it: `needed` bytes for what goes through the model at once, a third of it where it recomputes."""
+    """Memory of a GPU as `TokenBudget.find` asks for it: a fixed part, and so much for each token that is there, a third of it where it recomputes."""
 
-    def __init__(self, monkeypatch, free, needed, model):
-        self.needed, self.model, self.peaks = needed, model, 0
+    def __init__(self, monkeypatch, scorer, free, fixed, each):
+        self.scorer, self.peak, self.fixed, self.each = scorer, 0, fixed, each
+        self.free, self.room = free, free
         for name, answer in dict(
-            memory_allocated=lambda: 100, reset_peak_memory_stats=lambda: None, max_memory_allocated=self.peak, mem_get_info=lambda: (free, free)
-        ).items():
+            memory_allocated=lambda: 100, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 100 + self.peak, empty_cache=lambda: None,
+            mem_get_info=self.info,
+        ).items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, answer)
+        self.forward, scorer.forward = scorer.forward, self.watched
 
-    def peak(self):
-        self.peaks += 1
-        return 100 + self.needed // (3 if self.model.is_gradient_checkpointing else 1)
+    def info(self):
+        held = sum(p.grad.numel() * 4 for p in self.scorer.parameters() if p.grad is not None)
+        return self.free - held, self.free
+
+    def watched(self, rollout, rows):
+        lengths = (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths)[rows]
+        each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
+        self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)
+        if self.peak > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.forward(rollout, rows)
 
 
-@pytest.mark.parametrize(("room", "checkpointing", "recomputes"), [(0.5, "auto", True), (0.5, "off", False), (4, "auto", False), (0.5, "on", True)])
+@pytest.mark.parametrize(("room", "checkpointing", "recomputes"), [(300, "auto", True), (300, "off", False), (9000, "auto", False), (300, "on", True)])
 def test_the_token_budget_is_what_the_free_memory_holds(tokenizer, prompts, monkeypatch, room, checkpointing, recomputes):
+    """Beside gradients, moments and a part that does not grow with the tokens; the longest prompt and the longest completion are of different rows."""
     config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
     model.train()
-    budget = TokenBudget(config, model, parts[3])
-    budget.tokens = None  # as on a card
-    at_once, weights = len(micro_batches(out, ENOUGH_TOKENS)[0]) * longest_row(out), sum(p.numel() for p in model.parameters())
-    needed = at_once * 1000  # bytes: 1000 a token
-    card = Card(monkeypatch, int(room * ENOUGH_TOKENS * 1000 / 0.85) + 12 * weights, needed, model)  # gradients and moments will come
+    budget, weights, each, fixed = TokenBudget(config, model, parts[3]), sum(p.numel() for p in model.parameters()), 30_000, 4_000_000
+    Card(monkeypatch, parts[1], 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
     budget.find(parts[0], parts[1], out)
     assert budget.recomputes == model.is_gradient_checkpointing == recomputes
-    assert budget.tokens == pytest.approx(min(MOST_TOKENS, room * ENOUGH_TOKENS * (3 if recomputes else 1)), rel=0.01)
-    assert card.peaks == (2 if (room, checkpointing) == (0.5, "auto") else 1)
+    assert budget.tokens == pytest.approx(room * (3 if recomputes else 1), rel=0.01)
     assert all(p.grad is None for p in model.parameters()), "the trial leaves nothing"
+
+
+def test_a_trial_that_does_not_fit_leaves_no_gradient_behind(tokenizer, prompts, monkeypatch):
+    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing="off")
+    card = Card(monkeypatch, parts[1], 10**9, 1000, 1000)
+    card.room = 1000 + 2500 * max(row_lengths(out))  # a row or two fit, all of them do not
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
+    budget = TokenBudget(config, model, parts[3])
+    budget.find(parts[0], parts[1], out)
+    assert budget.tokens > 1
+    assert all(p.grad is None for p in model.parameters())
+    card.room = 0
+    with pytest.raises(RunError, match="nothing is left for the update"):
+        TokenBudget(config, model, parts[3]).find(parts[0], parts[1], out)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_auto_recomputes_before_it_gives_up(tokenizer, prompts):
+    """With a number of tokens given, too."""
+    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing="auto", micro_batch_tokens=1)
+    advantages, first = advantages_for(out), []
+
+    class Tight(Scorer):
+        def forward(self, rollout, rows):
+            if not self.model.is_gradient_checkpointing:
+                first.append(len(rows))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(rollout, rows)
+
+    parts[1] = Tight(model.train(), parts[1].tables)
+    metrics = update(parts, out, advantages, config)
+    assert first == [1]
+    assert metrics["grad_norm"] > 0
+
+
+def test_importance_weights_reach_the_loss(tokenizer, prompts):
+    """The sampler's log-probs are made lower than the update's: with the ratio counted, the gradient grows."""
+    norms = {}
+    for kind in ("none", "token"):
+        config, _, out, parts = setup(tokenizer, prompts, rollout_is=kind, max_grad_norm=1e-6)
+        out.logp = out.logp - 0.5
+        norms[kind] = update(parts, out, advantages_for(out), config)["grad_norm"]
+    assert norms["token"] == pytest.approx(norms["none"] * math.exp(0.5), rel=1e-3)
 
 
 def test_truncated_importance_weights_scale_each_token_s_gradient():
@@ -693,11 +745,16 @@ def test_the_tiny_job_learns_from_its_reward_and_learns_nothing_from_shuffled_ad
 def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert starts_processes(None) == 4
-    assert starts_processes(2) == 2
-    assert starts_processes(1) is None
-    monkeypatch.setenv("RANK", "0")
-    assert starts_processes(None) is None
+    assert starts_processes(Config()) == 4
+    assert starts_processes(Config(num_processes=2)) == 2
+    assert starts_processes(Config(num_processes=1)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SettingError, match="there are 4 GPUs"):
+        starts_processes(Config(num_processes=5))
+    for variable in ("RANK", "ACCELERATE_MIXED_PRECISION"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "0")
+            assert starts_processes(Config()) is None
 
 
 @pytest.mark.slow

@@ -15,15 +15,26 @@ from rewards import (
     REWARD_SETS,
     SYSTEM_PROMPT,
     RewardError,
+    binary_correctness_reward,
     combined_reward,
     compute_rewards,
     correctness_reward,
     extract_answer,
     format_reward,
     hash_reward,
+    int_reward,
     last_number,
     load_reward,
+    math_equal,
+    math_reward,
+    numeric_reward,
     parse_number,
+    r1_format_reward,
+    soft_format_reward,
+    strict_correctness_reward,
+    strict_format_reward,
+    xml_share_reward,
+    xmlcount_reward,
 )
 
 GRADED = Path(__file__).parents[2] / "shared" / "cases" / "grading.jsonl"
@@ -453,7 +464,63 @@ def test_a_missing_file_is_refused(tmp_path):
         load_reward(f"{tmp_path / 'absent.py'}:f")
 
 
+# The recipes' own rewards, by hand
+
+WHOLE = "<reasoning>\n3*4\n</reasoning>\n<answer>\n12\n</answer>\n"
+LAYOUTS = {  # completion: strict, soft, count
+    WHOLE: (0.5, 0.5, 0.5),
+    WHOLE.rstrip(): (0.5, 0.5, 0.5),
+    WHOLE.replace("\n", ""): (0.0, 0.5, 0.0),
+    WHOLE + "and so on": (0.0, 0.5, 0.5 - 0.009),
+    WHOLE + WHOLE: (0.0, 0.5, 0.0),
+    "Well. " + WHOLE: (0.0, 0.0, 0.5),
+    "<reasoning>\n3*4\n</reasoning>\n": (0.0, 0.0, 0.25),
+    "<answer>\n12\n</answer>\n<reasoning>\n3*4\n</reasoning>\n": (0.0, 0.0, 0.375 - 0.029),
+    "12": (0.0, 0.0, 0.0),
+    "": (0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_the_layout_rewards_of_the_multi_reward_recipe(text):
+    for function, expected in zip((strict_format_reward, soft_format_reward, xmlcount_reward), LAYOUTS[text], strict=True):
+        assert function(completions=[text]) == function(completions=[[{"role": "assistant", "content": text}]]) == [pytest.approx(expected)], function.__name__
+
+
+@pytest.mark.parametrize(("answer", "values"), [("12", (2.0, 0.5, 1.0, 0.1)), ("12.0", (0.0, 0.0, 1.0, 0.1)), ("-12", (0.0, 0.5, 0.0, 0.1)),
+    ("twelve", (0.0,) * 4),
+                                                ("11 or 12", (0.0,) * 4), ("", (0.0,) * 4), ("1_2", (0.0,) * 4)])  # fmt: skip
+def test_what_an_answer_earns_in_the_other_recipes(answer, values):
+    call = dict(completions=[WHOLE.replace("12", answer)], answer=["12"])
+    assert tuple(f(**call)[0] for f in (strict_correctness_reward, int_reward, binary_correctness_reward, numeric_reward)) == values
+    assert xml_share_reward(**call) == [pytest.approx(0.1)]
+
+
+def test_the_rewards_of_the_math_recipe():
+    texts = [
+        "<think>x</think> <answer>\\frac12</answer>",
+        "<think>x</think>\n<answer>0.5</answer>\n",
+        "<answer>1/2</answer>",
+        "<think>x</think><answer>2</answer>",
+        None,
+    ]
+    assert math_reward(None, texts, ["\\frac{1}{2}"] * 5, answer_format="r1") == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert r1_format_reward(texts) == [1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_every_reward_takes_time_linear_in_the_text():
+    for text in ("<reasoning>" * 20000, "<answer>\n" * 20000, "</answer>" * 20000, "<think>" * 20000, "9" * 200000, WHOLE * 3000):
+        for functions in REWARD_SETS.values():
+            for function, _ in functions:
+                started = time.perf_counter()
+                assert math.isfinite(function(prompts=None, completions=[text], answer=["12"])[0])
+                assert time.perf_counter() - started < 1.0, function.__name__
+
+
 # The shared cases
+
+GRADERS = dict(c_correct=strict_correctness_reward, c_int=int_reward, c_strict=strict_format_reward, c_soft=soft_format_reward, c_xmlcount=xmlcount_reward,
+               e_correct=binary_correctness_reward, e_numeric=numeric_reward, e_xml=xml_share_reward, r1_strict=r1_format_reward)  # fmt: skip
 
 
 @pytest.mark.skipif(not GRADED.exists(), reason="the shared grading cases are not beside this checkout")
@@ -471,6 +538,14 @@ def test_every_shared_graded_completion_gets_its_values():
             "correctness_min": score >= case.get("correctness_min", 0),
             "b_format": graders.get("b_format") is None or format_reward([text]) == [graders["b_format"]],
             "d_h3po": graders.get("d_h3po") is None or hash_reward(None, [text], [case["reference"]]) == [graders["d_h3po"] == "one"],
+            **{
+                name: graders[name] is None or abs(function(completions=[text], answer=[case["reference"]], **form)[0] - graders[name]) < 1e-9
+                for name, function in GRADERS.items()
+                if name in graders
+                for form in [{} if name in ("c_strict", "c_soft", "c_xmlcount", "e_xml", "r1_strict") else {"answer_format": case["format"]}]
+            },
+            "c_xmlcount_lt": "c_xmlcount_lt" not in graders or xmlcount_reward([text])[0] < graders["c_xmlcount_lt"],
+            "math_equal": case["math_equal"] is None or case.get("extracted_open") or math_equal(extracted or "", case["reference"]) == case["math_equal"],
             "max_seconds": time.perf_counter() - start < case.get("max_seconds", 1.0),
         }
         wrong += [(case["id"], name) for name, right in checks.items() if not right]

@@ -400,4 +400,6 @@ def test_8_bit_moments_learn_as_float32_ones_do():
             optimizer.step()
             optimizer.zero_grad()
         losses[kind] = float(loss)
+        moments = {state["state1" if kind == "adamw_8bit" else "exp_avg"].dtype for p, state in optimizer.state.items() if p.ndim == 2}
+        assert moments == {torch.uint8 if kind == "adamw_8bit" else torch.float32}
     assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.1)
