@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import uuid
+import warnings
 
 import torch
 from accelerate import Accelerator
@@ -85,6 +86,7 @@ def end_with_parent():
 def start_processes(config):
     """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
     end_with_parent()
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
     torch.manual_seed(config.seed)

@@ -1,9 +1,11 @@
 """The formulas on numbers worked by hand, the update on a small model, and the whole job through its command."""
 
 import base64
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -755,6 +757,61 @@ def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "0")
             assert starts_processes(Config()) is None
+
+
+def children_of(pid):
+    """Processes of this machine that are alive and that `pid` started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            found += [int(folder.name)] if int(parent) == pid and state != "Z" else []
+    return found
+
+
+def alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signals", "status"), [(("SIGTERM",), 143), (("SIGUSR1",), 138), (("SIGINT", "SIGINT"), 130), (("SIGKILL",), -9)])
+def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, status):
+    """No orphan holds a card, whatever ended the parent; the second of two signals does not wait."""
+    words = [
+        *SHORT,
+        "--warm_start",
+        "none",
+        "--model",
+        "tiny",
+        "--num_processes",
+        "2",
+        "--num_steps",
+        "100000",
+        "--eval_every",
+        "0",
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    parent = subprocess.Popen([sys.executable, "grpo_train.py", *map(str, words)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, 60)
+    children = children_of(parent.pid)
+    assert len(children) == 2
+    for name in signals:
+        parent.send_signal(getattr(signal, name))
+        time.sleep(0.05)
+    assert parent.wait(timeout=20) == status
+    wait_for(lambda: not any(map(alive, children)), 20)
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
