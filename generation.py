@@ -207,6 +207,10 @@ def mix_step(embeds, thinking, products, place, rows, mix, temperature, lambda_b
 # The decoder
 
 
+class Interrupted(Exception):
+    """Somebody asked for the end while rows were being decoded; what they have said so far is lost, and nothing else."""
+
+
 class Lane(NamedTuple):
     """What the host knows of a row: which sequence it decodes, from which prompt slot, as which path."""
 
@@ -227,6 +231,7 @@ class GroupDecoder:
         self.tables = token_tables(tokenizer, model, think_end)
         self.on_cuda, self.fast, self.compiled = model.device.type == "cuda", fast, compiled
         self.check_every = 2 if self.on_cuda else 1  # steps between looks at who is done
+        self.interrupted = None  # a function that says whether to stop in the middle, looked at between steps
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 7, {}, 0.0
 
     @torch.no_grad()
@@ -304,6 +309,8 @@ class GroupDecoder:
                     progress(1)
 
         while waiting or not all(done):
+            if self.interrupted is not None and self.interrupted():
+                raise Interrupted
             free = done.count(True)
             if waiting and (all(done) or (self.backbone.refills and free >= max(samples, len(done) // 8))):
                 collect()

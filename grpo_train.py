@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,12 +21,13 @@ import torch
 from accelerate.utils import gather_object
 
 import sft_train
+from checkpoint import Checkpoints, Stop, check_bad_steps, leave
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
-from output import MetricsLog, finish, open_output, refuse_used, save_model
+from output import FINISHED, LOGS, MetricsLog, finish, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, right_answers
 from training import (
@@ -48,6 +48,7 @@ from training import (
     refresh,
     rollout_dtype,
     steps_to_do,
+    unless_stopped,
 )
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -196,7 +197,7 @@ def importance_weights(old_logp, sampler_logp, cap):
 
 def train(config):
     """Run a whole training; returns the output directory."""
-    accelerator = start_processes(config)
+    accelerator, stop = start_processes(config), Stop(config.stop_after)
     functions = reward_functions(config)
     refuse_used(config)
     start = config.model if config.warm_start == "none" else warm_start(config, accelerator)
@@ -217,18 +218,27 @@ def train(config):
     total = steps * config.outer_iterations
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
     budget = TokenBudget(config, policy, optimizer)
-    folder = open_output(config, accelerator)
+    folder, held = open_output(config, accelerator)
+    checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS)
+    done = checkpoints.resume(total, budget) if config.resume else None  # what is finished, and what of it is saved
+    if done == FINISHED:
+        stop.close()
+        return folder
+    start_logs(config, folder, accelerator, anew=done is None)
+    done = done or {"step": 0, "place": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False}
+    saved, place, train_seconds = done["step"], done["place"], done["train_seconds"]
+    refresh(sampler, policy)
     log = MetricsLog(config, folder, total, SHOWN, accelerator)
     log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
             f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
-    train_seconds, place = 0.0, 0
+    if done["evaluate"] and (evaluation := held_out_accuracy(accelerator, decoder, held_out, config, stop)):  # the signal came before it was over
+        log.amend(evaluation)
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
-    for step in range(total):
+    for step in range(done["step"], total):
         first = {}
-        if step == 0 and config.eval_every:
-            first = held_out_accuracy(accelerator, decoder, held_out, config)
+        if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop)):
             log.say(f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}")
         watch = Stopwatch(accelerator.device)
 
@@ -239,7 +249,9 @@ def train(config):
         # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
         batch = [problems[i] for i in problem_batch(len(problems), config.batch_size, place, config.seed)]
         place += config.batch_size
-        sampled = sample(decoder, batch, own, config, step)
+        sampled = unless_stopped(decoder, stop, lambda: sample(decoder, batch, own, config, step))  # noqa: B023
+        if sampled is None:
+            leave(stop, checkpoints, done if done["step"] > saved else None)
         rollout_seconds = watch.lap()
 
         # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
@@ -288,38 +300,43 @@ def train(config):
             **speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_seconds),
             "train_seconds": train_seconds,
         }
+        bad = done["bad_steps"] + 1 if "not finite" in update_metrics.get("skipped", "") else 0
+        if bad:
+            metrics["bad_examples"] = [p.problem.id for p in batch]
         if step == 0 and first:
             metrics |= {f"{name}_before": value for name, value in first.items()}
+        done = {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
-            metrics |= held_out_accuracy(accelerator, decoder, held_out, config)
+            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
+            metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
         log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config)
         log.write(metrics)
         if explained:
             log.say(explained)
-        saves = config.save_every and (step + 1) % config.save_every == 0
-        if saves:
-            state = merged_state(policy, torch.float32, keep=accelerator.is_main_process)
-            if accelerator.is_main_process:
-                save_model(policy, tokenizer, folder / f"checkpoint-{step + 1}", torch.float32, state)
-                shutil.copy(folder / "run_config.yaml", folder / f"checkpoint-{step + 1}")  # grpo_eval.py reads the format from it
-            state = None
+        check_bad_steps(config, bad, metrics)
+        if done["evaluate"] or (stop.agreed() and not last):
+            leave(stop, checkpoints, done)
+        if config.save_every and ((step + 1) % config.save_every == 0 or (step + 1) % steps == 0):
+            checkpoints.save(done)
+            saved = done["step"]
         if last:
             break
 
     log.close()
     state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
-        finish(config, folder, policy, tokenizer, state, len(held_out))
+        finish(config, folder, policy, tokenizer, state, len(held_out), total)
     accelerator.wait_for_everyone()
+    stop.close()
     return folder
 
 
 def warm_start(config, accelerator):
-    """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory."""
+    """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. A half one is gone on with."""
     folder = Path(config.output_dir) / "warm_start"
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
     given = settings_from_file(sft_train.Config, config.warm_start)
-    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), "overwrite_output_dir": True})
+    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), "overwrite_output_dir": True, "resume": True})
     done = folder / "finished.json"
     settings = {k: v for k, v in resolved(sft).items() if k not in ("versions", "commit")}
     if not (done.exists() and json.loads(done.read_text()) == settings):

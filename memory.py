@@ -43,6 +43,16 @@ class TokenBudget:
         self.recomputes = True
         self.policy.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
+    def state(self):
+        """What a resumed run needs to cut its batches alike."""
+        return [self.tokens, self.recomputes]
+
+    def restore(self, state):
+        if state:
+            self.tokens = self.tokens or state[0]
+            if state[1] and not self.recomputes:
+                self.recompute()
+
     def find(self, accelerator, scorer, rollout):
         """What the free memory of the card holds, by forwards and backwards whose gradients are dropped; `auto` recomputes where that is little."""
         if accelerator.device.type != "cuda":

@@ -1,5 +1,6 @@
 """What a run leaves: its directory, metrics, trackers, saved models."""
 
+import fcntl
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -16,28 +18,47 @@ from config import RunError, SettingError, resolved, write_whole
 from hub import model_card, push
 from training import merged_state
 
+FINISHED = "finished.json"
+LOGS = ("metrics.jsonl", "rollouts.jsonl")
+
 
 def refuse_used(config):
     """Refuse an output_dir that holds a run, or that cannot be a folder, before any work is done."""
     folder = Path(config.output_dir)
-    if (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
-        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --overwrite_output_dir true")
+    if (folder / "run_config.yaml").exists() and not (config.overwrite_output_dir or config.resume):
+        raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true")
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SettingError("output_dir", config.output_dir, "is a file, or lies under one: give a folder")
 
 
 def open_output(config, accelerator):
-    """Make output_dir and write every setting into it; called last before the first step, so that a refused run leaves nothing."""
-    folder = Path(config.output_dir)
-    used = folder / "run_config.yaml"
+    """Make output_dir and hold it for this run; called last before the first step, so that a refused run leaves nothing. Returns the folder and its lock."""
+    folder, held, problem = Path(config.output_dir), None, None
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            (folder / name).unlink(missing_ok=True)
-        write_whole(used, yaml.safe_dump(resolved(config), sort_keys=False))
+        held = open(folder / ".lock", "w")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            problem = "another run is writing there at this moment"
+    problem = next((p for p in gather_object([problem]) if p), None)
+    if problem:
+        raise SettingError("output_dir", config.output_dir, problem)
+    return folder, held
+
+
+def start_logs(config, folder, accelerator, anew):
+    """Write every setting into the folder; a run that begins `anew` leaves nothing of an earlier one."""
+    if accelerator.is_main_process:
+        if anew:
+            (folder / FINISHED).unlink(missing_ok=True)
+            for path in folder.glob("checkpoint-*") if config.overwrite_output_dir and not config.resume else ():
+                shutil.rmtree(path, ignore_errors=True)
+            for name in LOGS:
+                (folder / name).write_text("")
+        write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
     accelerator.wait_for_everyone()
-    return folder
 
 
 class MetricsLog:
@@ -48,7 +69,8 @@ class MetricsLog:
         if self.active:
             self.trackers = Trackers(config, folder)
             self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
-            self.bar = tqdm(total=total, disable=None, dynamic_ncols=True, unit="step")
+            done = sum(1 for _ in open(folder / "metrics.jsonl", encoding="utf-8"))
+            self.bar = tqdm(total=total, initial=done, disable=None, dynamic_ncols=True, unit="step")
 
     def write(self, metrics):
         """Numbers that are not finite become null: JSON has no NaN."""
@@ -60,6 +82,16 @@ class MetricsLog:
         self.trackers.log({k: v for k, v in clean.items() if v is not None})
         tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
         self.bar.update(clean["step"] - self.bar.n)
+
+    def amend(self, metrics):
+        """Add to the last line."""
+        if self.active:
+            path = Path(self.file.name)
+            *lines, last = path.read_text(encoding="utf-8").splitlines()
+            write_whole(path, "".join(f"{line}\n" for line in [*lines, json.dumps(json.loads(last) | metrics)]))
+            self.file.close()
+            self.file = open(path, "a", encoding="utf-8")
+            self.trackers.log({**metrics, "step": json.loads(last)["step"]})
 
     def say(self, text):
         if self.active:
@@ -121,12 +153,13 @@ class Trackers:
             warnings.warn(f"report_to {name}: dropped, it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
 
 
-def finish(config, folder, policy, tokenizer, state, held_out):
+def finish(config, folder, policy, tokenizer, state, held_out, steps):
     """Save the trained model with its card, in the dtype that it came in; upload it where that was asked for. On the first process only."""
     save_model(policy, tokenizer, folder, policy.source_dtype, state)
     if config.save_adapter:
         save_adapter(policy, folder / "adapter")
     write_whole(folder / "README.md", model_card(config, folder, held_out))
+    write_whole(folder / FINISHED, json.dumps({"step": steps}) + "\n")
     print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
     if config.push_to_hub:
         print(f"uploaded to {push(config, folder)}")

@@ -11,11 +11,12 @@ from typing import Literal
 
 import torch
 
+from checkpoint import Checkpoints, Stop, check_bad_steps, leave
 from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from memory import TokenBudget, within_memory
-from output import MetricsLog, finish, open_output, refuse_used
+from output import FINISHED, LOGS, MetricsLog, finish, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
@@ -97,7 +98,7 @@ def as_rollout(pairs, tables, device):
 
 def train(config):
     """Run a whole supervised training; returns the output directory."""
-    accelerator = start_processes(config)
+    accelerator, stop = start_processes(config), Stop(config.stop_after)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
     pairs = responses(problems, tokenizer, config)
@@ -111,12 +112,25 @@ def train(config):
     total = steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
     budget = TokenBudget(config, policy, optimizer)
-    folder = open_output(config, accelerator)
+    folder, held = open_output(config, accelerator)
+    checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, logs=LOGS)
+    done = checkpoints.resume(total, budget) if config.resume else None
+    if done == FINISHED:
+        stop.close()
+        return folder
+    start_logs(config, folder, accelerator, anew=done is None)
+    done = done or {"step": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False}
+    saved, train_seconds = done["step"], done["train_seconds"]
     log = MetricsLog(config, folder, total, SHOWN, accelerator)
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
-    train_seconds = 0.0
+    if done["evaluate"]:
+        refresh(sampler, policy)
+        if evaluation := held_out_accuracy(accelerator, decoder, held_out, config, stop):
+            log.amend(evaluation)
 
-    for step in range(total):
+    for step in range(done["step"], total):
+        if stop.agreed():
+            leave(stop, checkpoints, done if done["step"] > saved else None)
         watch = Stopwatch(accelerator.device)
         chosen = [pairs[i] for i in problem_batch(len(pairs), config.batch_size, step * config.batch_size, config.seed)]
         batch = as_rollout(chosen[shard(len(chosen), accelerator)], decoder.tables, accelerator.device)
@@ -136,18 +150,28 @@ def train(config):
         last = step + 1 == total or (config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes)
         metrics = {"step": step + 1, "loss": loss, "perplexity": math.exp(min(loss, 50)), "grad_norm": norm, "learning_rate": learning_rate,
                    "tokens": tokens, "step_seconds": seconds, "train_seconds": train_seconds}  # fmt: skip
-        metrics |= {} if stepped else {"skipped": "loss or gradient not finite"}
+        bad = 0 if stepped else done["bad_steps"] + 1
+        metrics |= {} if stepped else {"skipped": "loss or gradient not finite", "bad_examples": [p.problem.id for p, _ in chosen]}
+        done = {"step": step + 1, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             refresh(sampler, policy)
-            metrics |= held_out_accuracy(accelerator, decoder, held_out, config)
+            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
+            metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
         log.write(metrics)
+        check_bad_steps(config, bad, metrics)
+        if done["evaluate"]:
+            leave(stop, checkpoints, done)
+        if config.save_every and ((step + 1) % config.save_every == 0 or last):
+            checkpoints.save(done)
+            saved = done["step"]
         if last:
             break
     log.close()
     state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
-        finish(config, folder, policy, tokenizer, state, len(held_out))
+        finish(config, folder, policy, tokenizer, state, len(held_out), total)
     accelerator.wait_for_everyone()
+    stop.close()
     return folder
 
 

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from backbones import check_head, model_body, real_logits, softcap, vocab_logits
 from config import RunError, SettingError, system_prompt, template_kwargs
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
-from generation import draw
+from generation import Interrupted, draw
 from m3po_module import blend
 from memory import REMEDIES
 from processes import shard, whole
@@ -370,10 +370,27 @@ def steps_to_do(config, count):
     return config.num_steps if config.num_epochs is None else math.ceil(config.num_epochs * count / config.batch_size)
 
 
-def held_out_accuracy(accelerator, decoder, problems, config):
-    """Share of held-out problems that greedy single-path decoding gets right, and the mean length; every process decodes its part."""
+def unless_stopped(decoder, stop, action):
+    """What action() gives; None where a process was told to stop meanwhile. All processes must call it, and no action may wait for another process."""
+    decoder.interrupted = stop.asked
+    try:
+        result = action()
+    except Interrupted:
+        result = None
+    finally:
+        decoder.interrupted = None
+    return None if stop.agreed() else result
+
+
+def held_out_accuracy(accelerator, decoder, problems, config, stop):
+    """Share of held-out problems that greedy single-path decoding gets right, and the mean length; every process decodes its part.
+
+    None where the run was told to stop meanwhile.
+    """
     mine = problems[shard(len(problems), accelerator)]
-    answers = decoder.complete([p.ids for p in mine], config.max_completion_length)
+    answers = unless_stopped(decoder, stop, lambda: decoder.complete([p.ids for p in mine], config.max_completion_length))
+    if answers is None:
+        return None
     texts = [decoder.text(*pairs[0]) for pairs in answers]
     right = right_answers(texts, [p.problem.answer for p in mine], config.answer_format, config.grading)
     rows = gather_object([(is_right, len(pairs[0][0])) for is_right, pairs in zip(right, answers, strict=True)])

@@ -689,8 +689,9 @@ def command(*words, nproc=None):
 def test_a_mistake_on_the_command_line_is_one_line_and_status_two():
     done = command("grpo_train.py", "--model", "/no/such/model", "--dataset", "arithmetic", "--output_dir", "/tmp/never")
     assert done.returncode == 2
-    assert done.stderr.strip().count("\n") == 0
-    assert "model='/no/such/model'" in done.stderr
+    ours = [line for line in done.stderr.splitlines() if "kernels" not in line]  # what bitsandbytes says where it is installed without a GPU
+    assert len(ours) == 1
+    assert ours[0].startswith("grpo_train.py: model='/no/such/model'")
 
 
 def test_two_processes_give_the_run_that_one_gives(warm, tmp_path):

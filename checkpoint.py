@@ -1,0 +1,337 @@
+"""Checkpoints that survive what happens to long runs, and going on from them.
+
+A checkpoint is a folder checkpoint-<step> in output_dir: the policy as transformers loads it (float32), moments and the rest in safetensors, the
+state in JSON, and a manifest with the size and sha256 of each file, written last. It is made under one fixed temporary name, every file and folder
+is synced, and it appears under its own name when it is whole. Nothing in it is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from config import RunError, SettingError, resolved
+from output import FINISHED, save_model
+from processes import whole
+from training import merged_state
+
+MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
+# Settings that a resumed run may have otherwise without a word: they change no weight.
+FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
+        "run_name", "push_to_hub", "hub_model_id", "hub_private", "save_adapter", "num_processes", "versions", "commit", "log_groups", "eval_every",
+        "reward_timeout", "warn_after", "check"}  # fmt: skip
+NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
+
+
+# Stopping
+
+
+class Stop:
+    """Remembers that a signal came, or that the time is over. The handler sets a flag and does nothing else; a second signal leaves at once."""
+
+    def __init__(self, minutes=None):
+        self.number, self.end = 0, None if minutes is None else time.monotonic() + 60 * minutes
+        self.before = {name: signal.signal(name, self._came) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+
+    def close(self):
+        for name, handler in self.before.items():
+            signal.signal(name, handler)
+
+    def _came(self, number, frame):
+        if self.number:
+            os._exit(128 + number)
+        self.number = number
+
+    def asked(self):
+        """The signal to stop for, 0 where there is none; at the time limit SIGTERM's."""
+        over = self.end is not None and time.monotonic() >= self.end
+        return self.number or (int(signal.SIGTERM) if over else 0)
+
+    def agreed(self):
+        """The same on all processes, which must all call it: a signal may reach one of them only."""
+        return max(gather_object([self.asked()]))
+
+
+# Writing
+
+
+def _sync(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(folder):
+    """Sync every file of a folder and write the manifest that says what whole means."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    entries = {}
+    for path in files:
+        _sync(path)
+        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1) + "\n")
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def damage(folder):
+    """What is wrong with a checkpoint, in a few words; None where it is whole."""
+    try:
+        entries = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return "it has no manifest: its writing was cut off"
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
+        if _digest(path) != entry["sha256"]:
+            return f"{name} is not what was written (sha256)"
+    return None
+
+
+def checkpoints(output_dir):
+    """The checkpoint folders of a run, newest first."""
+    found = [(int(p.name.removeprefix("checkpoint-")), p) for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def data_fingerprint(problems):
+    """sha256 over the problems in their order."""
+    digest = hashlib.sha256()
+    for p in problems:
+        digest.update(json.dumps([p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]).encode())
+    return digest.hexdigest()
+
+
+class Checkpoints:
+    """Saves and restores everything that a step depends on: policy, moments, schedule, reference, the place in the data, logs."""
+
+    def __init__(self, config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference=None, logs=()):
+        self.config, self.folder, self.accelerator = config, folder, accelerator
+        self.policy, self.optimizer, self.schedule, self.tokenizer, self.reference = policy, optimizer, schedule, tokenizer, reference
+        self.logs = logs  # names of files that grow by whole lines
+        self.data, self.held = data_fingerprint(problems), held  # the lock of the folder
+        if accelerator.is_main_process:
+            for name in (TEMPORARY, OLD):  # litter of a crash
+                shutil.rmtree(folder / name, ignore_errors=True)
+
+    def save(self, state):
+        """Write checkpoint-<state["step"]>, then delete what keep_checkpoints does not keep. Every process must call it."""
+        main = self.accelerator.is_main_process
+        weights = merged_state(self.policy, torch.float32, keep=main)
+        tensors, numbers = self._optimizer_state(main)
+        if self.config.lora_r:
+            tensors |= {f"policy.{name}": p.detach().cpu() for name, p in self.policy.named_parameters() if p.requires_grad}
+        if self.reference is not None:
+            tensors |= {f"reference.{name}": p.detach().cpu() for name, p in self.reference.named_parameters()}
+        problem = None
+        if main:
+            try:
+                self._write(weights, tensors, {**state, "optimizer": numbers, "schedule": self._schedule_state()})
+            except (OSError, SafetensorError, RunError) as error:
+                shutil.rmtree(self.folder / TEMPORARY, ignore_errors=True)
+                needed = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
+                free = shutil.disk_usage(self.folder).free
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())[:200]
+                sizes = f"it needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+                problem = f"could not save checkpoint-{state['step']} ({reason}): {sizes}; earlier ones are whole"
+        problem = next((p for p in gather_object([problem]) if p), None)
+        if problem:
+            raise RunError(problem)
+
+    def _write(self, weights, tensors, state):
+        temporary, target = self.folder / TEMPORARY, self.folder / f"checkpoint-{state['step']}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_model(self.policy, self.tokenizer, temporary, torch.float32, weights)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "training_state.safetensors")
+        state |= {"data": self.data, "world_size": self.accelerator.num_processes, "settings": resolved(self.config),
+                  "logs": {name: (self.folder / name).stat().st_size for name in self.logs}}  # fmt: skip
+        (temporary / "training_state.json").write_text(json.dumps(state, indent=1) + "\n")
+        shutil.copy(self.folder / "run_config.yaml", temporary)  # grpo_eval.py reads the format from it
+        for name in self.logs:
+            _sync(self.folder / name)
+        seal(temporary)
+        if target.exists():  # a damaged one that was passed over
+            target.rename(self.folder / OLD)
+        temporary.rename(target)
+        _sync(self.folder)
+        shutil.rmtree(self.folder / OLD, ignore_errors=True)
+        for path in checkpoints(self.folder)[self.config.keep_checkpoints :] if self.config.keep_checkpoints else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _optimizer_state(self, keep):
+        """Moments as tensors named by the number of their weight, and all else that JSON can hold."""
+        state, tensors = self.optimizer.state_dict(), {}
+        numbers = {"groups": state["param_groups"], "state": {}}
+        for index, values in state["state"].items():
+            for key, value in _flat(values):
+                if torch.is_tensor(value):
+                    value = whole(value)
+                    if keep:
+                        tensors[f"optimizer.{index}.{key}"] = value.detach().cpu().clone()
+                else:
+                    numbers["state"].setdefault(str(index), {})[key] = value
+        return tensors, numbers
+
+    def _schedule_state(self):
+        return {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
+
+    # Reading
+
+    def resume(self, total, budget):
+        """What is finished according to the newest whole checkpoint, which is restored; None where there is none; FINISHED where nothing is left to do."""
+        finished, path = self.folder / FINISHED, self.newest()
+        last = json.loads(finished.read_text())["step"] if finished.exists() else 0
+        if last >= total:
+            self._say(f"nothing is left to do: {self.folder} finished its {last} steps")
+            return FINISHED
+        if path is None:
+            self._say(f"no checkpoint in {self.folder}: starting from the beginning")
+            return None
+        done = self.restore(path)
+        budget.restore(done.get("budget"))
+        self._say(f"going on from {path}, after step {done['step']}")
+        return done
+
+    def _say(self, text):
+        if self.accelerator.is_main_process:
+            print(text, flush=True)
+
+    def newest(self):
+        """The newest whole checkpoint, or None; damaged ones are named and passed over. The same on all processes."""
+        chosen = None
+        if self.accelerator.is_main_process:
+            for path in checkpoints(self.folder):
+                reason = damage(path)
+                if reason is None:
+                    chosen = path.name
+                    break
+                print(f"passed over {path}: {reason}", flush=True)
+        return next((self.folder / name for name in gather_object([chosen]) if name), None)
+
+    def restore(self, path):
+        """Put a checkpoint's state into policy, optimiser, schedule and reference, cut the logs back to it; returns its state."""
+        state = json.loads((path / "training_state.json").read_text())
+        self._refuse_other(path, state)
+        tensors = load_file(path / "training_state.safetensors")
+        named = dict(self.policy.named_parameters())
+        if self.config.lora_r:
+            self._copy(named, {n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")}, path)
+        else:
+            weights = {}
+            for file in sorted(path.glob("*.safetensors")):
+                if file.name != "training_state.safetensors":
+                    weights |= load_file(file)
+            self._copy(named, {n: t for n, t in weights.items() if n in named}, path)
+        if self.reference is not None:
+            kept = {n.removeprefix("reference."): t for n, t in tensors.items() if n.startswith("reference.")}
+            self._copy(dict(self.reference.named_parameters()), kept, path)
+        self._load_optimizer(state["optimizer"], tensors)
+        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
+        if self.accelerator.is_main_process:
+            for name, size in state["logs"].items():
+                file = self.folder / name
+                if not file.exists() or file.stat().st_size < size:
+                    raise RunError(f"{file} is shorter than when {path.name} was written: it is not this run's any more")
+                os.truncate(file, size)
+        self.accelerator.wait_for_everyone()
+        return state
+
+    def _copy(self, parameters, values, path):
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad and name not in values and self.config.lora_r:
+                continue  # the frozen base comes from where it came from
+            if name not in values or values[name].shape != parameter.shape:
+                raise RunError(f"{path}: {name} is missing, or not of shape {tuple(parameter.shape)}")
+            with torch.no_grad():
+                parameter.copy_(_like(parameter, values[name]))
+
+    def _load_optimizer(self, numbers, tensors):
+        flat = {int(index): dict(values) for index, values in numbers["state"].items()}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, key = name.split(".", 2)
+                shaped = tensor.shape == parameters[int(index)].shape
+                flat.setdefault(int(index), {})[key] = _like(parameters[int(index)], tensor) if shaped else tensor
+        state = {index: _nested(values) for index, values in flat.items()}
+        groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in numbers["groups"]]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _refuse_other(self, path, state):
+        now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
+        differ = {n: (then.get(n), now.get(n)) for n in {*now, *then} - FREE if then.get(n) != now.get(n)}
+        for name, value, other in (("data", state["data"][:12], self.data[:12]), ("world_size", state["world_size"], self.accelerator.num_processes)):
+            if value != other:
+                differ[name] = (value, other)
+        hard = {n: v for n, v in differ.items() if n in NEVER}
+        if not differ or (self.config.resume_anyway and not hard):
+            return
+        shown = ", ".join(f"{name} {then!r} there, {now!r} here" for name, (then, now) in sorted((hard or differ).items()))
+        remedy = "what is saved would not fit" if hard else "say --resume_anyway true to go on with the new values"
+        raise SettingError("resume", str(path), f"was written by another run: {shown}; {remedy}")
+
+
+def _flat(values, above=""):
+    """(path, value) of a dict that may hold dicts (bitsandbytes keeps its codes so)."""
+    for key, value in values.items():
+        yield from _flat(value, f"{above}{key}/") if isinstance(value, dict) else [(f"{above}{key}", value)]
+
+
+def _nested(flat):
+    values = {}
+    for path, value in flat.items():
+        *above, key = path.split("/")
+        place = values
+        for name in above:
+            place = place.setdefault(name, {})
+        place[key] = value
+    return values
+
+
+def _like(parameter, value):
+    """A whole tensor as the parameter holds its own: sharded where that is."""
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else value
+
+
+def check_bad_steps(config, bad, metrics):
+    """Stop after too many steps in a row that could not be taken."""
+    if bad >= config.max_bad_steps:
+        raise RunError(
+            f"{bad} steps in a row had a loss or gradient that is not finite, the last on problems {metrics['bad_examples']}; no weight was changed by them: "
+            "lower learning_rate, or go on from the last checkpoint with --resume true"
+        )
+
+
+def leave(stop, checkpoints, done):
+    """Save what is finished and is not saved yet, and end with 128 + the signal. All processes must call it."""
+    number = max(gather_object([stop.asked()]))
+    if done is not None:
+        checkpoints.save(done)
+    if checkpoints.accelerator.is_main_process:
+        kept = f"saved checkpoint-{done['step']}" if done is not None else "nothing new to save"
+        print(f"stopped by {signal.Signals(number).name}: {kept}; go on with --resume true", flush=True)
+    checkpoints.accelerator.wait_for_everyone()
+    if checkpoints.held is not None:
+        checkpoints.held.close()
+    stop.close()
+    sys.exit(128 + number)

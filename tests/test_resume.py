@@ -1,0 +1,345 @@
+"""A run that is stopped and resumed equals one that was not, to the bit; and what happens to checkpoints between."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import grpo_train
+import output
+import sft_train
+from checkpoint import checkpoints, damage
+from config import RunError, SettingError
+from conftest import build_model
+from output import save_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def start(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    save_model(build_model("qwen2", tokenizer), tokenizer, folder / "model", torch.float32)
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "pays.py").write_text("def pays(completions, **kwargs):\n    return [float(len(c[0]['content']) % 5) for c in completions]\n")
+    return folder
+
+
+def settings_of(start, out, script=grpo_train, **more):
+    common = dict(model=str(start / "model"), dataset=str(start), output_dir=str(out), batch_size=3, num_steps=4, max_completion_length=16, eval_every=2,
+                  eval_problems=4, cpu_threads=1, save_every=2, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_ratio=0.2)  # fmt: skip
+    grpo = dict(num_generations=4, beta=0.1, mu=2, outer_iterations=2, reward=[f"{start}/pays.py:pays"], m3po_lambda=0.3, log_groups=2)
+    sft = dict(num_epochs=None)
+    return script.Config(**{**common, **(grpo if script is grpo_train else sft), **more})
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as a process can do it to itself without dying: nothing is saved, nothing cleaned up."""
+
+
+def run(config, kill_at=None, script=grpo_train, monkeypatch=None):
+    """Train; with `kill_at` die when that step's line is written."""
+    write = output.MetricsLog.write
+
+    def dying(self, metrics):
+        write(self, metrics)
+        if metrics["step"] == kill_at:
+            raise Killed
+
+    with monkeypatch.context() if kill_at else contextlib.nullcontext() as patch:
+        if kill_at:
+            patch.setattr(output.MetricsLog, "write", dying)
+            with pytest.raises(Killed):
+                script.train(config)
+        else:
+            script.train(config)
+
+
+def everything(out):
+    """What a run leaves, without times."""
+    model = load_file(out / "model.safetensors")
+    metrics = [
+        {k: v for k, v in json.loads(line).items() if "seconds" not in k and "per_s" not in k} for line in (out / "metrics.jsonl").read_text().splitlines()
+    ]
+    return model, metrics, (out / "rollouts.jsonl").read_text()
+
+
+def assert_same(a, b):
+    (model, metrics, rollouts), (other, other_metrics, other_rollouts) = everything(a), everything(b)
+    assert metrics == other_metrics
+    assert rollouts == other_rollouts
+    assert model.keys() == other.keys()
+    for name, tensor in model.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+VARIANTS = {
+    "full": {},
+    "lora": dict(lora_r=4, lora_alpha=8),
+    "8bit": dict(optimizer="adamw_8bit"),
+    "dynamic": dict(dynamic_sampling=1, beta=0.0, mu=1),
+}
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(start, tmp_path_factory):
+    made = {}
+
+    def of(variant):
+        if variant not in made:
+            made[variant] = tmp_path_factory.mktemp("whole") / variant
+            run(settings_of(start, made[variant], **VARIANTS[variant]))
+        return made[variant]
+
+    return of
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterrupted, tmp_path, monkeypatch):
+    """I10, M3PO, mu 2, two outer iterations, the second killed too."""
+    if variant == "lora":
+        pytest.importorskip("peft")
+    if variant == "8bit":
+        pytest.importorskip("bitsandbytes")
+    out = tmp_path / "out"
+    config = dict(VARIANTS[variant])
+    run(settings_of(start, out, **config), kill_at=3, monkeypatch=monkeypatch)
+    run(settings_of(start, out, resume=True, **config), kill_at=7, monkeypatch=monkeypatch)
+    run(settings_of(start, out, resume=True, **config))
+    assert_same(out, uninterrupted(variant))
+
+
+def test_supervised_training_too(start, tmp_path, monkeypatch):
+    for name in ("whole", "cut"):
+        settings = dict(script=sft_train, num_steps=6, max_completion_length=64)
+        if name == "cut":
+            run(settings_of(start, tmp_path / name, **settings), kill_at=3, script=sft_train, monkeypatch=monkeypatch)
+            settings["resume"] = True
+        run(settings_of(start, tmp_path / name, **settings), script=sft_train)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+LEFT_OUT = {
+    "moments": lambda state, tensors: [tensors.pop(k) for k in list(tensors) if "exp_avg." in k or k.endswith("exp_avg")],
+    "schedule": lambda state, tensors: state["schedule"].update(last_epoch=0, _step_count=1),
+    "place in the data": lambda state, tensors: state.update(place=0),
+    "reference": lambda state, tensors: [tensors[k].zero_() for k in tensors if k.startswith("reference.")],
+}
+
+
+@pytest.mark.parametrize("field", LEFT_OUT)
+def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(field, start, uninterrupted, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(settings_of(start, out), kill_at=3, monkeypatch=monkeypatch)
+    folder = checkpoints(out)[0]
+    state, tensors = json.loads((folder / "training_state.json").read_text()), load_file(folder / "training_state.safetensors")
+    LEFT_OUT[field](state, tensors)
+    (folder / "training_state.json").write_text(json.dumps(state))
+    save_file(tensors, folder / "training_state.safetensors")
+    checkpoint.seal(folder)
+    with contextlib.suppress(KeyError):  # an optimiser without one of its moments says so itself
+        run(settings_of(start, out, resume=True))
+        with pytest.raises(AssertionError):
+            assert_same(out, uninterrupted("full"))
+
+
+# Signals
+
+
+def asked_at(moments):
+    """A `Stop.asked` that says SIGTERM from its n-th call on."""
+    calls = []
+
+    def asked(self):
+        calls.append(1)
+        self.number = self.number or (int(signal.SIGTERM) if len(calls) >= moments else 0)
+        return self.number
+
+    return asked
+
+
+@pytest.mark.parametrize("moment", [1, 3, 9, 40, 75, 90, 120])
+def test_stopped_at_any_moment_and_resumed_is_the_same_run(moment, start, uninterrupted, tmp_path, monkeypatch):
+    """Before the first step, in a rollout, in an evaluation: the last finished step is saved, the status is 143."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Stop, "asked", asked_at(moment))
+        with pytest.raises(SystemExit) as left:
+            grpo_train.train(settings_of(start, out, save_every=0))
+        assert left.value.code == 143
+    grpo_train.train(settings_of(start, out, save_every=0, resume=True))
+    whole, cut = everything(uninterrupted("full")), everything(out)
+    assert whole[1:] == cut[1:]
+    assert all(torch.equal(tensor, cut[0][name]) for name, tensor in whole[0].items())
+
+
+def test_the_time_limit_stops_as_a_signal_does(start, tmp_path):
+    with pytest.raises(SystemExit) as left:
+        grpo_train.train(settings_of(start, tmp_path / "out", stop_after=1e-6))
+    assert left.value.code == 143
+
+
+def test_nothing_is_done_where_nothing_is_left(start, uninterrupted, capsys):
+    out = uninterrupted("full")
+    before = everything(out)
+    grpo_train.train(settings_of(start, out, resume=True))
+    assert "nothing is left to do" in capsys.readouterr().out
+    after = everything(out)
+    assert before[1:] == after[1:]
+
+
+def test_resuming_in_an_empty_folder_starts_afresh(start, tmp_path, capsys):
+    grpo_train.train(settings_of(start, tmp_path / "new", resume=True, num_steps=1, outer_iterations=1))
+    assert "starting from the beginning" in capsys.readouterr().out
+
+
+def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
+    with pytest.raises(SettingError, match="holds a run already: choose another, or say --resume true"):
+        grpo_train.train(settings_of(start, uninterrupted("full")))
+
+
+# Damage
+
+
+@pytest.fixture
+def cut(start, tmp_path, monkeypatch):
+    """A run killed at step 5, with checkpoints after 2 and 4."""
+    run(settings_of(start, tmp_path / "out"), kill_at=5, monkeypatch=monkeypatch)
+    assert [p.name for p in checkpoints(tmp_path / "out")] == ["checkpoint-4", "checkpoint-2"]
+    return tmp_path / "out"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a byte of the moments": (lambda p: flip(p / "training_state.safetensors"), "sha256"),
+    "a byte of the weights": (lambda p: flip(p / "model.safetensors"), "sha256"),
+    "a file cut off": (lambda p: os.truncate(p / "model.safetensors", 1000), "has 1000 bytes"),
+    "a file gone": (lambda p: (p / "training_state.json").unlink(), "training_state.json is missing"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "its writing was cut off"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninterrupted, capsys):
+    do, words = DAMAGES[kind]
+    do(cut / "checkpoint-4")
+    grpo_train.train(settings_of(start, cut, resume=True))
+    printed = capsys.readouterr().out
+    assert f"passed over {cut / 'checkpoint-4'}" in printed
+    assert words in printed
+    assert "checkpoint-2, after step 2" in printed
+    assert damage(cut / "checkpoint-8") is None
+    assert_same(cut, uninterrupted("full"))
+
+
+def test_litter_of_a_save_that_was_cut_off_is_swept(start, cut):
+    (cut / checkpoint.TEMPORARY).mkdir()
+    (cut / checkpoint.TEMPORARY / "model.safetensors").write_bytes(b"half")
+    grpo_train.train(settings_of(start, cut, resume=True))
+    assert not (cut / checkpoint.TEMPORARY).exists()
+
+
+def test_the_newest_are_kept_and_an_old_one_goes_only_when_the_new_one_is_whole(start, cut, monkeypatch):
+    seen = []
+    rename = Path.rename
+
+    def watched(self, target):
+        if Path(target).name.startswith("checkpoint-"):
+            seen.append((Path(target).name, damage(self), sorted(p.name for p in checkpoints(cut))))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    grpo_train.train(settings_of(start, cut, resume=True))
+    assert seen == [("checkpoint-6", None, ["checkpoint-2", "checkpoint-4"]), ("checkpoint-8", None, ["checkpoint-4", "checkpoint-6"])]
+    assert [p.name for p in checkpoints(cut)] == ["checkpoint-8", "checkpoint-6"]
+
+
+def test_a_full_disk_says_what_it_needs_and_leaves_the_earlier_checkpoint_whole(start, cut, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(RunError, match=r"could not save checkpoint-6 \(No space left on device\): it needs .* GB, .* GB are free; earlier ones are whole"):
+        grpo_train.train(settings_of(start, cut, resume=True))
+    assert damage(cut / "checkpoint-4") is None
+    assert not (cut / checkpoint.TEMPORARY).exists()
+
+
+REFUSED = {
+    "seed": dict(seed=7),
+    "batch_size": dict(batch_size=4),
+    "learning_rate": dict(learning_rate=1e-3),
+    "num_generations": dict(num_generations=5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_run_s_checkpoint_is_refused_with_both_values(name, start, cut):
+    with pytest.raises(SettingError, match=rf"was written by another run: .*{name} .* there, .* here; say --resume_anyway"):
+        grpo_train.train(settings_of(start, cut, resume=True, **REFUSED[name]))
+
+
+def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, cut, tmp_path, tokenizer):
+    other = tmp_path / "other"
+    shutil.copytree(start, other)
+    lines = (other / "train.jsonl").read_text().splitlines()
+    (other / "train.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    with pytest.raises(SettingError, match=r"data '\w{12}' there, '\w{12}' here"):
+        grpo_train.train(settings_of(other, cut, resume=True, model=str(start / "model"), reward=[f"{start}/pays.py:pays"]))
+    with pytest.raises(SettingError, match="model .* there, .* here; what is saved would not fit"):
+        grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, model=str(other / "model")))
+    grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, learning_rate=1e-4))
+
+
+def test_nothing_is_ever_unpickled(start, cut):
+    files = {p.suffix for p in (cut / "checkpoint-4").rglob("*") if p.is_file()}
+    assert files <= {".safetensors", ".json", ".jinja", ".yaml"}
+    for name in ("checkpoint.py", "training.py", "output.py"):
+        text = (ROOT / name).read_text()
+        assert "torch.load" not in text
+        assert "pickle" not in text.replace("unpickled", "")
+
+
+def test_two_runs_in_one_folder_are_refused(start, tmp_path):
+    (tmp_path / "out").mkdir()
+    code = f"import fcntl, time; f = open({str(tmp_path / 'out' / '.lock')!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(SettingError, match="another run is writing there"):
+            grpo_train.train(settings_of(start, tmp_path / "out"))
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_steps_that_are_not_finite_change_nothing_and_end_the_run(start, tmp_path, monkeypatch):
+    losses = grpo_train.grpo_loss
+
+    def broken(logp, *args, **kwargs):
+        loss, terms = losses(logp, *args, **kwargs)
+        return loss * float("nan"), terms
+
+    monkeypatch.setattr(grpo_train, "grpo_loss", broken)
+    with pytest.raises(RunError, match=r"3 steps in a row had a loss or gradient that is not finite, the last on problems \['train-"):
+        grpo_train.train(settings_of(start, tmp_path / "out", mu=1))
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["loss"] for m in metrics] == [None] * 3
+    assert all(len(m["bad_examples"]) == 3 for m in metrics)
+    before, after = load_file(start / "model" / "model.safetensors"), load_file(tmp_path / "out" / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
