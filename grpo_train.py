@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
+import check as check_run
 import sft_train
 from checkpoint import Checkpoints, Stop, check_bad_steps, leave
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
@@ -85,6 +86,9 @@ class Config(TrainConfig):
     dynamic_sampling: int = setting(0, "groups whose rewards are all equal give way to fresh problems, in at most N extra rollouts a step; 0: they stay")
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting("none", "a YAML of sft_train.py that runs first, into output_dir/warm_start; what it leaves out is taken from here")
+    reward_timeout: float = setting(300.0, "seconds one reward function may take for a step's completions; 0: as long as it likes")
+    warn_after: int = setting(10, "steps after which a run that earns nothing, or only for its format, is warned of; 0: never")
+    check: bool = setting(False, "print what the run would do, what it needs and what the rewards pay, and train nothing")
     log_groups: int = setting(1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl")
     m3po_lambda: float = setting(0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO")
     m3po_temperature: float = setting(0.1, "of the softmax over peers: small listens to the most alike only")
@@ -98,7 +102,7 @@ class Config(TrainConfig):
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
         check(self, "temperature", lambda v: 1e-3 <= v < math.inf, "must be positive, at least 0.001 (greedy paths of one prompt are all the same)")
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check(self, "beta log_groups dynamic_sampling", lambda v: 0 <= v < math.inf, "must be finite and not negative")
+        check(self, "beta log_groups dynamic_sampling reward_timeout warn_after", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
@@ -305,7 +309,8 @@ def train(config):
             metrics["bad_examples"] = [p.problem.id for p in batch]
         if step == 0 and first:
             metrics |= {f"{name}_before": value for name, value in first.items()}
-        done = {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
+        done = {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state(),
+                "nothing": done.get("nothing", 0), "format_only": done.get("format_only", 0)}  # fmt: skip
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
@@ -313,6 +318,8 @@ def train(config):
         log.write(metrics)
         if explained:
             log.say(explained)
+        if warning := collapse(metrics, done, config.warn_after):
+            log.say(warning)
         check_bad_steps(config, bad, metrics)
         if done["evaluate"] or (stop.agreed() and not last):
             leave(stop, checkpoints, done)
@@ -391,6 +398,7 @@ def score(functions, sampled, config, step, gather=lambda values: []):
         prompts=[[{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in sampled.texts],
         step=step + 1,
+        timeout=config.reward_timeout,
         gather=gather,  # another process may hold what a function does not abstain from
         completion_ids=[ids for ids, _ in sampled.completions],
         answer=[p.answer for p in problems],
@@ -489,6 +497,23 @@ def rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, confi
     return metrics
 
 
+MENDS = {
+    "nothing": "It usually helps: a supervised warm start (--warm_start), easier problems, an answer_format the model knows (see --check).",
+    "format_only": "The format is learnt and the answers are gone; it usually helps: a warm start, a lower learning_rate, a larger num_generations.",
+}
+
+
+def collapse(metrics, done, patience):
+    """A warning, once, where the rewards have carried no information for `patience` steps; counts them in `done`."""
+    done["nothing"] = done["nothing"] + 1 if metrics["reward"] == metrics["reward_std"] == 0 else 0
+    done["format_only"] = done["format_only"] + 1 if metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1 else 0
+    if patience and done["nothing"] == patience:
+        return f"WARNING: no completion has earned anything for {patience} steps. {MENDS['nothing']}"
+    if patience and done["format_only"] == patience:
+        return f"WARNING: for {patience} steps every completion earned the same, and none was right. {MENDS['format_only']}"
+    return None
+
+
 def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_seconds):
     """Seconds of the parts of a step, and completion tokens a second over all processes."""
     tokens = sum(gather_object([int(rollout.mask.sum())]))
@@ -550,6 +575,8 @@ def explain_first_group(decoder, scorer, rollout, step, config):
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
     debug_every()
+    if config.check:
+        return check_run.report(config, reward_functions(config), steps_to_do)
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

@@ -160,6 +160,7 @@ def finish(config, folder, policy, tokenizer, state, held_out, steps):
         save_adapter(policy, folder / "adapter")
     write_whole(folder / "README.md", model_card(config, folder, held_out))
     write_whole(folder / FINISHED, json.dumps({"step": steps}) + "\n")
+    (folder / ".lock").unlink(missing_ok=True)
     print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
     if config.push_to_hub:
         print(f"uploaded to {push(config, folder)}")

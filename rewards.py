@@ -3,10 +3,13 @@
 Every function takes time linear in a completion's length, but for `math_reward`, whose time is bounded.
 """
 
+import faulthandler
 import importlib.util
 import math
+import queue
 import re
 import sys
+import threading
 from pathlib import Path
 
 from answers import (
@@ -227,10 +230,40 @@ def _quote(completion):
     return f"completion {(repr(completion) if text is None else text)[:200]!r}"
 
 
-def _call(function, columns, where):
+def _in_time(function, columns, where, seconds):
+    """function(**columns) in a thread that is left behind when it takes too long; one that holds the interpreter ends the process, with its traceback."""
+    if not seconds:
+        return function(**columns)
+    results = queue.SimpleQueue()
+
+    def work():
+        try:
+            results.put((function(**columns), None))
+        except BaseException as error:  # handed over to the thread that waits
+            results.put((None, error))
+
+    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    try:
+        threading.Thread(target=work, daemon=True).start()
+        value, error = results.get(timeout=seconds)
+    except queue.Empty:
+        first = _quote(columns["completions"][0])
+        raise RewardError(
+            f"{where} took longer than reward_timeout={seconds:g} s for {len(columns['completions'])} completions, the first of them {first}"
+        ) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if error is not None:
+        raise error
+    return value
+
+
+def _call(function, columns, where, timeout=0.0):
     """The function's values; if it raises, it is asked again row by row, so that the message shows the completion it raises on."""
     try:
-        return function(**columns)
+        return _in_time(function, columns, where, timeout)
+    except RewardError:
+        raise
     except Exception as error:  # the user's code, which may raise anything
         completions = columns["completions"]
         row = next((i for i in range(len(completions)) if _raises(function, columns, i, type(error))), None)
@@ -262,18 +295,19 @@ def _number(value, where, completion):
     return number
 
 
-def compute_rewards(functions, prompts, completions, step=None, gather=list, **columns):
+def compute_rewards(functions, prompts, completions, step=None, gather=list, timeout=0.0, **columns):
     """Totals (N) = sum of weight * value, and each function's own values by name; raises RewardError rather than broadcast or guess.
 
     None means "abstains"; a completion for which every function abstains has total NaN, which the training loop leaves out. A function
-    that abstains everywhere is an error; `gather` makes everywhere mean all processes (a list of one's own values -> those of all).
+    that abstains everywhere is an error; `gather` makes everywhere mean all processes (a list of one's own values -> those of all). `timeout`: seconds
+    that a function may take.
     """
     parts = {}
     totals = [math.nan] * len(completions)
     for function, weight in functions:
         name = getattr(function, "__name__", type(function).__name__)
         where = f"reward function {name}" + ("" if step is None else f" at step {step}")
-        values = _call(function, dict(prompts=prompts, completions=completions, **columns), where) if completions else []
+        values = _call(function, dict(prompts=prompts, completions=completions, **columns), where, timeout) if completions else []
         if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
             values = values.tolist()
         if not isinstance(values, list | tuple):

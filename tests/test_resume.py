@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -343,3 +344,66 @@ def test_steps_that_are_not_finite_change_nothing_and_end_the_run(start, tmp_pat
     assert all(len(m["bad_examples"]) == 3 for m in metrics)
     before, after = load_file(start / "model" / "model.safetensors"), load_file(tmp_path / "out" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# Real processes, real signals
+
+
+def words_of(start, out, *more, **settings):
+    flags = dict(config="configs/tiny.yaml", warm_start="none", model=start / "model", dataset=start, reward=f"{start}/pays.py:pays", batch_size=4,
+                 num_generations=4, num_steps=60, max_completion_length=16, eval_every=20, eval_problems=4, save_every=5, beta=0.1, mu=2, learning_rate=1e-3,
+                 seed=3, output_dir=out)  # fmt: skip
+    return [sys.executable, "grpo_train.py", *(f"--{k}={v}" for k, v in {**flags, **settings}.items()), *more]
+
+
+def begin(words):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps_in(out):
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="session")
+def left_alone(start, tmp_path_factory):
+    made = {}
+
+    def of(processes):
+        if processes not in made:
+            made[processes] = tmp_path_factory.mktemp("alone") / str(processes)
+            run = begin(words_of(start, made[processes], num_processes=processes))
+            printed = run.communicate(timeout=180)[0]
+            assert run.returncode == 0, printed
+        return made[processes]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "processes"), [("SIGINT", 1), ("SIGUSR1", 2), ("SIGTERM", 2)])
+def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left_alone(name, processes, start, left_alone, tmp_path):
+    run = begin(words_of(start, tmp_path / "cut", num_processes=processes))
+    while steps_in(tmp_path / "cut") < 7:
+        assert run.poll() is None, run.stdout.read()
+        time.sleep(0.02)
+    run.send_signal(getattr(signal, name))
+    printed = run.communicate(timeout=60)[0]
+    assert run.returncode == 128 + getattr(signal, name), printed
+    assert f"stopped by {name}: saved checkpoint-" in printed
+    again = begin(words_of(start, tmp_path / "cut", "--resume", num_processes=processes))
+    printed = again.communicate(timeout=180)[0]
+    assert again.returncode == 0, printed
+    assert "going on from" in printed
+    assert_same(left_alone(processes), tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_left_alone(start, left_alone, tmp_path):
+    """The short version of benchmarks/kill.py."""
+    from benchmarks.kill import killed_and_resumed
+
+    kills = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume"), tmp_path / "cut", kills=4, seed=1)
+    assert kills == 4
+    assert_same(left_alone(1), tmp_path / "cut")

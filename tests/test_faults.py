@@ -1,0 +1,132 @@
+"""Rewards that hang or pay nothing, a check before money is spent, and settings thrown at random."""
+
+import json
+import random
+import time
+
+import pytest
+import torch
+
+import grpo_train
+from config import RunError, SettingError, parse_config
+from conftest import build_model
+from data import DataError
+from output import save_model
+from rewards import RewardError, compute_rewards
+
+
+@pytest.fixture(scope="session")
+def start(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    save_model(build_model("llama", tokenizer), tokenizer, folder / "model", torch.float32)
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def settings_of(start, out, **more):
+    small = dict(model=str(start / "model"), dataset=str(start), output_dir=str(out), batch_size=2, num_steps=3, num_generations=3, max_completion_length=12,
+                 eval_every=0, cpu_threads=1, beta=0.0)  # fmt: skip
+    return grpo_train.Config(**{**small, **more})
+
+
+def sleeps(completions, **kwargs):
+    time.sleep(30)
+    return [0.0] * len(completions)
+
+
+def test_a_reward_that_hangs_is_named_with_its_limit():
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward function sleeps at step 4 took longer than reward_timeout=0.2 s for 2 completions, the first of them"):
+        compute_rewards([(sleeps, 1.0)], [None] * 2, ["a", "b"], step=4, timeout=0.2)
+    assert time.monotonic() - started < 5
+
+
+def test_a_reward_that_is_quick_enough_gives_what_it_gives_without_a_limit():
+    def pays(completions, **kwargs):
+        return [float(len(c)) for c in completions]
+
+    assert compute_rewards([(pays, 2.0)], [None] * 2, ["a", "bc"], timeout=5) == compute_rewards([(pays, 2.0)], [None] * 2, ["a", "bc"])
+
+
+FLAT = {"0.0": "no completion has earned anything for 2 steps", "0.8": "every completion earned the same, and none was right"}
+
+
+@pytest.mark.parametrize(("paid", "words"), FLAT.items())
+def test_rewards_that_say_nothing_are_warned_of_once(start, tmp_path, capsys, paid, words):
+    (tmp_path / "flat.py").write_text(f"def flat(completions, **kwargs):\n    return [{paid}] * len(completions)\n")
+    grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], warn_after=2, num_steps=4))
+    printed = capsys.readouterr().out
+    assert printed.count("WARNING") == 1
+    assert words in printed
+
+
+# --check
+
+
+def check(config, capsys):
+    grpo_train.check_run.report(config, grpo_train.reward_functions(config), grpo_train.steps_to_do)
+    return capsys.readouterr().out
+
+
+def test_the_check_says_what_a_run_would_do_and_leaves_nothing(start, tmp_path, capsys):
+    printed = check(settings_of(start, tmp_path / "out", eval_problems=4, eval_every=2), capsys)
+    for words in ("batch_size: 2", "a completion ends on: ['<|endoftext|>', '<|im_end|>'] or after 12 tokens", "26 to train on, 4 held out, 0 skipped",
+                  "2 problems x 3 = 6 completions", "3 steps = 18 completions", "memory, GiB: policy", "a checkpoint:", "gold answers: 26 of 26 earn 2.8",
+                  "near misses of", "two answers 0.8", "nothing 0", "pass rate: 0.000 on 26 problems x 3", "Begin with --warm_start"):  # fmt: skip
+        assert words in printed, words
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_check_waits_for_a_warm_start(start, tmp_path, capsys):
+    assert "a warm start comes first" in check(settings_of(start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys)
+
+
+def test_the_check_refuses_answers_that_no_reward_pays(start, tmp_path, capsys):
+    (tmp_path / "words.jsonl").write_text(json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n")
+    with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
+        check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "words.jsonl")), capsys)
+
+
+# Settings at random
+
+VALUES = {int: [0, 1, 2, 3, -1, 10**6, "x"], float: [0.0, 0.5, 1.0, 1.5, 1e-9, 1e9, -1.0, "nan", "inf", ""], bool: [True, False, "perhaps"],
+          str: ["", "none", "xml", "grpo", "no such"]}  # fmt: skip
+
+
+def random_value(draw, default):
+    """Of the field's own kind, half of the time what it is anyway."""
+    kind = type(default) if type(default) in VALUES else draw.choice(list(VALUES))
+    return default if draw.random() < 0.5 and default is not None else draw.choice(VALUES[kind])
+
+
+def one_step(words):
+    """None where the run went through, the line that refuses it else; anything else is a fault."""
+    try:
+        grpo_train.train(parse_config(grpo_train.Config, words))
+    except (SettingError, DataError, RunError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.slow
+def test_500_random_settings_run_a_step_or_are_refused_in_one_line(start, tmp_path):
+    draw, ran, refused = random.Random(0), 0, 0
+    fields = grpo_train.Config.__dataclass_fields__
+    names = [n for n in grpo_train.Config.__dataclass_fields__ if n not in (
+        "model", "dataset", "output_dir", "cpu_threads", "warm_start", "num_processes", "report_to", "max_prompt_length", "num_steps", "outer_iterations", "mu",
+        "num_epochs", "num_generations", "batch_size", "max_completion_length", "dynamic_sampling", "lora_r", "fsdp", "push_to_hub", "check", "save_every",
+        "log_groups", "stop_after")]  # fmt: skip
+    for i in range(500):
+        chosen = draw.sample(names, 3)
+        words = [w for name in chosen for w in (f"--{name}", str(random_value(draw, fields[name].default)))]
+        fixed = dict(model=start / "model", dataset=start, output_dir=tmp_path / str(i % 7), batch_size=1, num_steps=1, num_generations=2)
+        fixed |= dict(max_completion_length=4, cpu_threads=1)
+        fixed |= {} if "eval_every" in chosen or "eval_problems" in chosen else {"eval_every": 0}
+        fixed |= {} if "overwrite_output_dir" in chosen else {"overwrite_output_dir": True}
+        message = one_step([w for k, v in fixed.items() for w in (f"--{k}", str(v))] + words)
+        assert message is None or "\n" not in message, words
+        ran, refused = ran + (message is None), refused + (message is not None)
+    assert ran > 50
+    assert refused > 50
