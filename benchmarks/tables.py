@@ -110,7 +110,26 @@ def bench_generation():
     )
 
 
-TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring, bench_generation, bench_generation_cpu)}
+def kill():
+    cases, result = values("kill")
+    m = cases["tiny"]
+    equal = "equal those of a run left alone, to the bit" if m["weights_equal"] else "DIFFER from those of a run left alone"
+    return f"{m['kills']} times kill -9 at random moments of a run of {m['lines']} steps, then the same command: the weights {equal}. `{where(result)}`."
+
+
+def harness():
+    """Our evaluation against lm-evaluation-harness on the same questions and prompts."""
+    lines = []
+    for path in sorted(RESULTS.glob("harness_*.json")):
+        cases, result = values(path.stem)
+        for case, m in cases.items():
+            shown = ", ".join(f"{name} ours {m[f'ours_{name}']:.2f}, harness {m[f'harness_{name}']:.2f}" for name in ("strict-match", "flexible-extract"))
+            agree = f"{m['agreement_strict-match']} and {m['agreement_flexible-extract']} of 100 questions graded alike, {m['same_texts']} texts the same"
+            lines.append(f"{case}: {shown}; {agree}. `{where(result)}`.")
+    return "\n\n".join(lines)
+
+
+TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring, bench_generation, bench_generation_cpu, kill, harness)}
 
 
 def rendered(readme):
