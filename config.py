@@ -169,7 +169,7 @@ def needs_package(config, name, needed, package, otherwise, install=None):
 def check_prompting(config):
     """The settings that decide what the model reads, shared with the evaluation."""
     check(config, "grading", lambda v: v in GRADINGS, "must be one of " + ", ".join(GRADINGS))
-    needs_package(config, "grading", config.grading == "math", "math_verify", "number", install="'math-verify[antlr4_13_2]'")
+    needs_package(config, "grading", config.grading == "math", "math_verify", "number", install="'math-verify[antlr4-13-2]'")
     check(config, "answer_format", lambda v: v in ANSWER_FORMATS, "must be one of " + ", ".join(ANSWER_FORMATS))
     template_kwargs(config)
     system_prompt(config)

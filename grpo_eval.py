@@ -15,14 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from scipy import stats
 from tqdm import tqdm
 
+from compare import compare, over_questions, sampled_statistics
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
 from data import QUESTION, DataError, encode_prompts, load_problems
 from generation import GroupDecoder
@@ -57,6 +56,7 @@ class Config:
     ask: str | None = setting(None, "answer this one question instead, readably")
     questions: str | None = setting(None, "answer every question of a file instead: one a line, or JSON lines with a question or prompt")
     save_jsonl: str | None = setting(None, "with --questions: write prompts and answers there, one JSON object a line, as sft_train.py reads them")
+    compare: list[str] | None = setting(None, "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of one side")
     num_samples: int = setting(1, "answers a question, with a temperature above 0")
     temperature: float = setting(0.0, "0: greedy")
     top_p: float = setting(1.0, "sample from the smallest set of tokens of this probability")
@@ -83,6 +83,8 @@ class Config:
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: v >= 0, "must not be negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+        if self.compare is not None and len(self.compare) < 2:
+            raise SettingError("compare", self.compare, "needs two evaluations at least")
         if self.save_jsonl and not self.questions:
             raise SettingError("save_jsonl", self.save_jsonl, "goes with --questions FILE")
         if self.num_samples > 1 and self.temperature == 0:
@@ -117,25 +119,13 @@ def grade(problems, answers, decoder, answer_format, grading="number"):
     return records
 
 
-def interval(scores):
-    """95% interval of an accuracy from each question's mean score: Wilson's where every score is 0 or 1, else a bootstrap over questions."""
-    scores = np.asarray(scores, dtype=float)
-    if len(scores) < 2 and not np.isin(scores, (0, 1)).all():
-        return [0.0, 1.0]  # nothing is known of the spread between questions
-    if np.isin(scores, (0, 1)).all():
-        found = stats.binomtest(int(scores.sum()), len(scores)).proportion_ci(method="wilson")
-    else:
-        found = stats.bootstrap((scores,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-    return [round(float(found.low), 4), round(float(found.high), 4)]
-
-
 def summarise(records, skipped):
     """The report's numbers. A question whose prompt was too long to ask counts as wrong."""
     missed = [0.0] * skipped
     report = {"questions": len(records) + skipped, "skipped": skipped, "samples_per_question": len(records[0]["resps"])}
     for name, key in (("accuracy", "strict-match"), ("accuracy_last_number", "flexible-extract")):
         scores = [statistics.fmean(r["exact_match"][key]) for r in records] + missed
-        report |= {name: round(statistics.fmean(scores), 4), f"{name}_ci95": interval(scores)}
+        report |= {name: round(statistics.fmean(scores), 4), f"{name}_ci95": over_questions(scores)[1:]}
     for field in ("subject", "level"):
         groups = {
             value: [statistics.fmean(r["exact_match"]["strict-match"]) for r in records if r.get(field) == value] for value in {r.get(field) for r in records}
@@ -143,6 +133,8 @@ def summarise(records, skipped):
         if any(groups):
             named = sorted(groups.items(), key=lambda kv: kv[0] or "")
             report[f"accuracy_by_{field}"] = {v or "none": {"accuracy": round(statistics.fmean(s), 4), "questions": len(s)} for v, s in named}
+    if report["samples_per_question"] > 1:
+        report |= sampled_statistics(records)
     every = {k: [v for r in records for v in r[k]] for k in ("length", "stop_condition", "reward")}
     parsed = [answer not in (None, "") for r in records for answer in r["filtered_resps"]["strict-match"]]
     return report | {
@@ -226,6 +218,11 @@ def read_questions(path):
 
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
+    if config.compare:
+        text, found = compare(config.compare)
+        print(text)
+        print(json.dumps(found))
+        return
     if config.ask is not None or config.questions is not None:
         return answer(config)
     if processes := starts_processes(config):

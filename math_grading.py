@@ -335,7 +335,7 @@ class _Child:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if self._line(60.0) != b"ready\n":
             self.stop()
-            raise RuntimeError("the grader of MATH answers does not start: is math-verify installed? pip install 'math-verify[antlr4_13_2]'")
+            raise RuntimeError("the grader of MATH answers does not start: is math-verify installed? pip install 'math-verify[antlr4-13-2]'")
 
     def stop(self):
         if self.process is not None:

@@ -694,6 +694,7 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_two():
     assert ours[0].startswith("grpo_train.py: model='/no/such/model'")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_run_that_one_gives(warm, tmp_path):
     """I3, I10: seven problems do not divide by two processes; TRL PR#2824 sampled the same texts on each."""
     flags = (

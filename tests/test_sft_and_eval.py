@@ -8,6 +8,7 @@ import torch
 
 import grpo_eval
 import sft_train
+from compare import over_questions
 from config import SettingError
 from conftest import build_model
 from data import DataError, EncodedProblem, Problem, build_prompt
@@ -94,20 +95,20 @@ def test_wilson_s_interval_by_hand():
     n, k, z = 20, 5, 1.959964
     p = k / n
     centre, half = (p + z * z / 2 / n) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
-    assert grpo_eval.interval([1] * k + [0] * (n - k)) == pytest.approx([centre - half, centre + half], abs=1e-4)
+    assert over_questions([1] * k + [0] * (n - k))[1:] == pytest.approx([centre - half, centre + half], abs=1e-4)
 
 
 def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
     """Four answers a question are not four questions: 100 questions that are wholly right or wholly wrong are 100 draws."""
     scores = [0.0, 0.25, 0.5, 1.0] * 50
-    low, high = grpo_eval.interval(scores)
+    _, low, high = over_questions(scores)
     mean, error = sum(scores) / 200, (sum((s - sum(scores) / 200) ** 2 for s in scores) / 200 / 200) ** 0.5
     assert low == pytest.approx(mean - 1.96 * error, abs=0.01)
     assert high == pytest.approx(mean + 1.96 * error, abs=0.01)
 
 
 def test_one_question_answered_in_part_tells_nothing_of_the_spread():
-    assert grpo_eval.interval([0.5]) == [0.0, 1.0]
+    assert over_questions([0.5])[1:] == [0.0, 1.0]
 
 
 def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):

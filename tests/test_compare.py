@@ -1,0 +1,136 @@
+"""Statistics of evaluations against values worked out elsewhere, and comparisons of made-up ones."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from compare import compare, holm, majority, mid_p, over_questions, pass_at_k, sampled_statistics, smallest_difference
+from config import SettingError
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(1, 0, 1), (1, 1, 1), (5, 2, 1), (5, 2, 3), (6, 1, 6), (8, 0, 4), (8, 3, 8)])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n, c, k):
+    answers = [1] * c + [0] * (n - c)
+    choices = list(itertools.combinations(answers, k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(any(x) for x in choices) / len(choices))
+
+
+def test_the_majority_counts_equal_numbers_as_one_and_no_answer_as_none():
+    assert majority(["2", "2.0", "3"], [1.0, 1.0, 0.0]) == 1.0
+    assert majority(["3", "3", "2"], [0.0, 0.0, 1.0]) == 0.0
+    assert majority(["3", "2"], [0.0, 1.0]) == 0.0, "of several the first"
+    assert majority([None, None, "2"], [0.0, 0.0, 1.0]) == 1.0
+    assert majority([None, ""], [0.0, 0.0]) == 0.0
+
+
+@pytest.mark.parametrize(("gained", "lost", "p"), [(0, 0, 1.0), (5, 5, 1.0), (1, 0, 0.5), (5, 0, 0.03125), (8, 2, 0.0654296875), (2, 8, 0.0654296875)])
+def test_mid_p_mcnemar_against_sums_by_hand(gained, lost, p):
+    n, few = gained + lost, min(gained, lost)
+    tail = sum(math.comb(n, i) for i in range(few)) + 0.5 * math.comb(n, few) if n else 0.5
+    assert mid_p(gained, lost) == pytest.approx(min(1.0, 2 * tail / 2**n))
+    assert mid_p(gained, lost) == pytest.approx(p)
+
+
+def test_the_test_is_right_as_often_as_it_says_and_less_timid_than_the_exact_one():
+    draw, hits = np.random.default_rng(0), 0
+    for _ in range(4000):
+        discordant = draw.binomial(200, 0.2)
+        gained = draw.binomial(discordant, 0.5)
+        hits += mid_p(int(gained), int(discordant - gained)) < 0.05
+    assert 0.035 < hits / 4000 < 0.055
+
+
+def test_holm_s_correction():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+def test_the_smallest_difference_is_found_in_4_of_5_cases():
+    questions, discordant, draw = 500, 0.2, np.random.default_rng(0)
+    difference = smallest_difference(discordant, questions)
+    share = 0.5 + difference / (2 * discordant)
+    found = 0
+    for _ in range(2000):
+        n = draw.binomial(questions, discordant)
+        gained = draw.binomial(n, share)
+        found += mid_p(int(gained), int(n - gained)) < 0.05
+    assert 0.75 < found / 2000 < 0.87
+
+
+def test_an_interval_covers_what_it_should():
+    draw, covered = np.random.default_rng(1), 0
+    for _ in range(200):
+        rates = draw.beta(2, 3, size=150)
+        scores = draw.binomial(4, rates) / 4
+        _, low, high = over_questions(scores)
+        covered += low <= 0.4 <= high
+    assert covered >= 180
+
+
+# Comparisons
+
+
+def write(folder, scores, prompt="hash", **report):
+    folder.mkdir()
+    rows = [{"doc_id": f"q{i}", "prompt_hash": prompt, "target": str(i), "filtered_resps": {"strict-match": [str(i) if v else "no"]},
+             "exact_match": {"strict-match": [float(v)]}} for i, v in enumerate(scores)]  # fmt: skip
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "report.json").write_text(json.dumps({"dataset": "gsm8k", "split": "test", "answer_format": "xml", **report}))
+    return str(folder)
+
+
+def test_a_comparison_tells_what_changed_and_how_sure_that_is(tmp_path):
+    a = write(tmp_path / "a", [0] * 60 + [1] * 40)
+    b = write(tmp_path / "b", [1] * 20 + [0] * 40 + [1] * 36 + [0] * 4)
+    text, (found,) = compare([a, b])
+    assert (found["accuracy_a"], found["accuracy_b"], found["gained"], found["lost"]) == (0.4, 0.56, 20, 4)
+    assert found["p"] == pytest.approx(mid_p(20, 4))
+    low, high = found["difference_ci95"]
+    assert low < 0.16 < high
+    assert low > 0
+    assert "these checkpoints" in text
+    assert "gained q0 (reference '0'): 'no' | '0'" in text
+    assert "20 questions gained, 4 lost" in text
+
+
+def test_seeds_of_a_side_widen_the_interval_and_change_the_words(tmp_path):
+    draw = np.random.default_rng(0)
+    sides = []
+    for name, rates in (("a", (0.3, 0.5, 0.4)), ("b", (0.45, 0.65, 0.55))):
+        sides.append(",".join(write(tmp_path / f"{name}{i}", draw.random(300) < rate) for i, rate in enumerate(rates)))
+    text, (found,) = compare(sides)
+    _, (one,) = compare([side.split(",")[0] for side in sides])
+    assert "over seeds and questions" in text
+    width = found["difference_ci95"][1] - found["difference_ci95"][0]
+    assert width > one["difference_ci95"][1] - one["difference_ci95"][0]
+
+
+def test_several_comparisons_are_corrected(tmp_path):
+    a = write(tmp_path / "a", [0] * 50 + [1] * 50)
+    others = [write(tmp_path / f"b{k}", [1] * k + [0] * (50 - k) + [1] * 50) for k in (3, 6)]
+    text, found = compare([a, *others])
+    assert [f["p_holm"] for f in found] == holm([f["p"] for f in found])
+    assert text.count("after Holm's correction for 2 comparisons") == 2
+
+
+def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
+    a = write(tmp_path / "a", [1, 0, 1])
+    with pytest.raises(SettingError, match=r"has other questions or prompts: 3 there, 2 here; 1 without a partner \(q2\)"):
+        compare([a, write(tmp_path / "b", [1, 0])])
+    with pytest.raises(SettingError, match=r"3 without a partner \(q0, q1, q2\)"):
+        compare([a, write(tmp_path / "c", [1, 0, 1], prompt="other")])
+    with pytest.raises(SettingError, match="made differently: split 'test' and 'train'"):
+        compare([a, write(tmp_path / "d", [1, 0, 1], split="train")])
+    with pytest.raises(SettingError, match="is not a folder that"):
+        compare([a, str(tmp_path / "nowhere")])
+
+
+def test_sampled_statistics_of_an_evaluation():
+    records = [
+        {"exact_match": {"strict-match": s}, "filtered_resps": {"strict-match": ["1" if v else "2" for v in s]}} for s in ([1, 1, 0], [0, 0, 0], [1, 1, 1])
+    ]
+    found = sampled_statistics(records)
+    assert [found[k][0] for k in ("pass@1", "pass@2", "pass@3", "maj@3", "mean@3")] == [pytest.approx(v, abs=1e-4) for v in (5 / 9, 2 / 3, 2 / 3, 2 / 3, 5 / 9)]
