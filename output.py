@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from tqdm import tqdm
 
 from config import RunError, SettingError, resolved, write_whole
 from hub import model_card, push
+from plots import draw, read_metrics
 from training import merged_state
 
 FINISHED = "finished.json"
+SECONDS_BETWEEN_DRAWINGS, ENOUGH_TO_DRAW = 60, 10
 LOGS = ("metrics.jsonl", "rollouts.jsonl")
 
 
@@ -67,6 +70,7 @@ class MetricsLog:
     def __init__(self, config, folder, total, shown, accelerator):
         self.active, self.shown = accelerator.is_main_process, shown
         if self.active:
+            self.folder, self.drawn = folder, time.monotonic()
             self.trackers = Trackers(config, folder)
             self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
             done = sum(1 for _ in open(folder / "metrics.jsonl", encoding="utf-8"))
@@ -80,6 +84,8 @@ class MetricsLog:
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
         self.trackers.log({k: v for k, v in clean.items() if v is not None})
+        if time.monotonic() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
+            self.draw()
         tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
         self.bar.update(clean["step"] - self.bar.n)
 
@@ -93,6 +99,16 @@ class MetricsLog:
             self.file = open(path, "a", encoding="utf-8")
             self.trackers.log({**metrics, "step": json.loads(last)["step"]})
 
+    def draw(self):
+        """curves.svg and curves.png, from a few steps on; a run does not end for want of a picture."""
+        lines = read_metrics(self.folder)
+        if len(lines) >= ENOUGH_TO_DRAW:
+            try:
+                draw({self.folder.resolve().name: lines}, self.folder)
+            except Exception as error:  # fonts, a full disk, a matplotlib of another time
+                warnings.warn(f"no curves: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
+        self.drawn = time.monotonic()
+
     def say(self, text):
         if self.active:
             tqdm.write(text)
@@ -100,6 +116,7 @@ class MetricsLog:
     def close(self):
         if self.active:
             self.file.close()
+            self.draw()
             self.trackers.close()
             self.bar.close()
 

@@ -394,7 +394,7 @@ def held_out_accuracy(accelerator, decoder, problems, config, stop):
     texts = [decoder.text(*pairs[0]) for pairs in answers]
     right = right_answers(texts, [p.problem.answer for p in mine], config.answer_format, config.grading)
     rows = gather_object([(is_right, len(pairs[0][0])) for is_right, pairs in zip(right, answers, strict=True)])
-    return {"eval_accuracy": statistics.fmean(r[0] for r in rows), "eval_length": statistics.fmean(r[1] for r in rows)}
+    return {"eval_accuracy": statistics.fmean(r[0] for r in rows), "eval_length": statistics.fmean(r[1] for r in rows), "eval_questions": len(rows)}
 
 
 # Time

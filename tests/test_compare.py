@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+import plots
 from compare import compare, holm, majority, mid_p, over_questions, pass_at_k, sampled_statistics, smallest_difference
 from config import SettingError
 
@@ -134,3 +135,28 @@ def test_sampled_statistics_of_an_evaluation():
     ]
     found = sampled_statistics(records)
     assert [found[k][0] for k in ("pass@1", "pass@2", "pass@3", "maj@3", "mean@3")] == [pytest.approx(v, abs=1e-4) for v in (5 / 9, 2 / 3, 2 / 3, 2 / 3, 5 / 9)]
+
+
+# Curves
+
+
+def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
+    lines = [
+        {"step": i, "reward": i / 10, "reward/format_reward": 0.5, "correct": 0.1, "completion_length": 20.0, "rollout_seconds": 1.0, "loss": None}
+        for i in range(1, 31)
+    ]
+    lines[-1] |= {"eval_accuracy": 0.4, "eval_questions": 50}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 31, "rew')
+    assert len(plots.read_metrics(tmp_path / "one")) == 30, "half a line is left out"
+    plots.draw({"one": lines}, tmp_path)
+    first = (tmp_path / "curves.svg").read_bytes()
+    plots.draw({"one": lines}, tmp_path)
+    assert (tmp_path / "curves.svg").read_bytes() == first
+    for words in (b"groups without", b"gradient norm", b"loss"):
+        assert words not in first, "panels of what no run has are left out"
+    assert b"held out" in first
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    plots.draw({name: plots.read_metrics(tmp_path / name) for name in ("one", "two")}, tmp_path)
+    assert b">two<" in (tmp_path / "curves.svg").read_bytes()
