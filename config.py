@@ -45,7 +45,7 @@ REFUSED = {
     "min_p": "truncates the sampling distribution, which the loss does not: leave it out",
     "gradient_accumulation_steps": "follows from the rest: batch_size counts the problems of a whole step, micro_batch_tokens bounds memory",
     "per_device_train_batch_size": "is not needed: batch_size counts the problems of a step over all processes, micro_batch_tokens bounds memory",
-    "load_best_model_at_end": "does not exist here: see eval_every",
+    "load_best_model_at_end": "is keep_best here, which leaves the best model in output_dir/best",
 }
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml", "aim": "aim", "clearml": "clearml",
@@ -96,6 +96,8 @@ class TrainConfig:
     bf16: bool = setting(True, "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32")
     eval_every: int = setting(50, "evaluate greedily on held-out problems every N steps, and before the first and after the last; 0: never")
     eval_problems: int = setting(100, "held-out problems, cut from the training split by hash; 0: none")
+    keep_best: bool = setting(False, "keep the model with the best held-out accuracy in output_dir/best")
+    patience: int = setting(0, "stop after N evaluations in a row without a better held-out accuracy; 0: never")
     save_every: int = setting(0, "a checkpoint to go on from every N steps and at the end of an outer iteration; 0: only where the run is stopped")
     keep_checkpoints: int = setting(2, "the newest N are kept; 0: all")
     max_bad_steps: int = setting(3, "stop after N steps in a row whose loss or gradient is not finite")
@@ -121,7 +123,7 @@ class TrainConfig:
         check(self, "gradient_checkpointing", lambda v: v in ("auto", "on", "off"), "must be auto, on or off")
         check(self, "batch_size num_steps max_prompt_length max_completion_length", lambda v: v >= 1, "must be at least 1")
         check(self, "learning_rate weight_decay max_grad_norm", lambda v: 0 <= v < math.inf, "must be finite, 0 or more")
-        check(self, "eval_every eval_problems save_every keep_checkpoints", lambda v: v >= 0, "must be 0 or more")
+        check(self, "eval_every eval_problems save_every keep_checkpoints patience", lambda v: v >= 0, "must be 0 or more")
         check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
         check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "max_bad_steps", lambda v: v >= 1, "must be at least 1")
@@ -149,6 +151,8 @@ class TrainConfig:
         if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_model_id or ""):
             raise SettingError("hub_model_id", self.hub_model_id, "must be user/name, the repository that push_to_hub makes")
         check_prompting(self)
+        if (self.keep_best or self.patience) and not self.eval_every:
+            raise SettingError("eval_every", 0, "keep_best and patience need evaluations")
         if self.eval_every and not self.eval_problems:
             raise SettingError("eval_problems", 0, "evaluation needs held-out problems; set eval_every 0 to do without it")
 

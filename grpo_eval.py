@@ -21,10 +21,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from compare import compare, over_questions, sampled_statistics
+from compare import Side, compare, compare_two, over_questions, sampled_statistics
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
-from data import QUESTION, DataError, encode_prompts, load_problems
-from generation import GroupDecoder
+from data import QUESTION, DataError, encode_prompts, load_problems, pad_left
+from generation import GroupDecoder, Interaction, rollout_uniforms
+from m3po_module import SIMILARITIES
 from processes import end_with_parent, launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
 from solver import load_solver, readable, solve
@@ -33,7 +34,8 @@ from training import check_positions, load_model, load_tokenizer, rollout_dtype
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
 FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "grading": "number", "system_prompt_file": None,
                  "chat_template_kwargs": "{}", "question_column": None,
-                 "answer_column": None, "solution_column": None, "max_prompt_length": 512, "max_completion_length": 400, "seed": 42}  # fmt: skip
+                 "answer_column": None, "solution_column": None, "max_prompt_length": 512, "max_completion_length": 400, "seed": 42,
+                 "m3po_lambda": 0.1, "m3po_temperature": 0.1, "m3po_similarity": "distribution"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Config:
     save_jsonl: str | None = setting(None, "with --questions: write prompts and answers there, one JSON object a line, as sft_train.py reads them")
     compare: list[str] | None = setting(None, "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of one side")
     num_samples: int = setting(1, "answers a question, with a temperature above 0")
+    m3po: bool = setting(False, "also decode the samples of each question as paths that interact, as in training, with the same draws")
+    m3po_lambda: float | None = setting(None, "with m3po: as for grpo_train.py")
+    m3po_temperature: float | None = setting(None, "with m3po: as for grpo_train.py")
+    m3po_similarity: str | None = setting(None, "with m3po: as for grpo_train.py")
     temperature: float = setting(0.0, "0: greedy")
     top_p: float = setting(1.0, "sample from the smallest set of tokens of this probability")
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: all")
@@ -87,6 +93,9 @@ class Config:
             raise SettingError("compare", self.compare, "needs two evaluations at least")
         if self.save_jsonl and not self.questions:
             raise SettingError("save_jsonl", self.save_jsonl, "goes with --questions FILE")
+        if self.m3po and self.num_samples < 2:
+            raise SettingError("m3po", True, "paths need each other: set --num_samples 8 --temperature 1, or the like")
+        check(self, "m3po_similarity", lambda v: v in SIMILARITIES, "must be one of " + ", ".join(SIMILARITIES))
         if self.num_samples > 1 and self.temperature == 0:
             raise SettingError("num_samples", self.num_samples, "greedy answers are all the same: set a temperature, such as --temperature 1")
         check_prompting(self)
@@ -145,6 +154,19 @@ def summarise(records, skipped):
     }
 
 
+def interacting(decoder, prompts, first, count, config):
+    """For each prompt `num_samples` completions of paths that look at each other; the draws are those of the single paths."""
+    G, T, together = config.num_samples, config.max_completion_length, max(1, (config.batch_size or 256) // config.num_samples)
+    uniforms = rollout_uniforms(config.seed, 0, 0, count * G, T).view(count, G, T)
+    answers = []
+    for i in range(0, len(prompts), together):
+        ids, mask = pad_left(prompts[i : i + together], decoder.tables.pad_id)
+        out = decoder.rollout(ids, mask, G, T, uniforms[first + i : first + i + len(ids)].flatten(0, 1), config.temperature, config.top_k, config.top_p)
+        pairs = out.completions()
+        answers += [pairs[n : n + G] for n in range(0, len(pairs), G)]
+    return answers
+
+
 def evaluate(config):
     """Decode, grade, write; returns the report. Each process decodes its part, and all grade; only the first writes."""
     end_with_parent()
@@ -159,7 +181,8 @@ def evaluate(config):
         raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
     model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
     check_positions(model, asked, config)
-    decoder = GroupDecoder(model, tokenizer, compiled=config.torch_compile)
+    interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
+    decoder = GroupDecoder(model, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
     sampling = dict(samples=config.num_samples, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
     mine = shard(len(asked), accelerator)
     started = time.perf_counter()
@@ -167,14 +190,20 @@ def evaluate(config):
         prompts = [p.ids for p in asked[mine]]
         answers = decoder.complete(prompts, config.max_completion_length, batch_rows=config.batch_size, progress=bar.update, first=mine.start, **sampling)
     answers = gather_object(answers)
+    together = gather_object(interacting(decoder, prompts, mine.start, len(asked), config)) if config.m3po else None
     seconds = time.perf_counter() - started
     records = grade(asked, answers, decoder, config.answer_format, config.grading)
     report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
+    if together is not None:
+        found = grade(asked, together, decoder, config.answer_format, config.grading)
+        report["m3po"] = summarise(found, skipped) | {"against_single_paths": compare_two(Side("single paths", [records]), Side("interacting", [found]))[0]}
     if not accelerator.is_main_process:
         return report, folder
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "samples.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    if together is not None:
+        write_whole(folder / "samples_m3po.jsonl", "".join(json.dumps(r) + "\n" for r in found))
     write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
     return report, folder
@@ -235,6 +264,10 @@ def main():
     print(f"{report['questions']} questions in {report['seconds']} s; completions in {folder / 'samples.jsonl'}")
     print(f"accuracy {report['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}); by the last number in the text {report['accuracy_last_number']:.3f}; "
           f"parsable {report['parsable']:.3f}; cut off {report['truncated']:.3f}; mean length {report['mean_length']}")  # fmt: skip
+    if "m3po" in report:
+        pair = report["m3po"]["against_single_paths"]
+        print(f"interacting paths {pair['accuracy_b']:.3f}, single paths {pair['accuracy_a']:.3f}: difference {pair['difference']:+.3f} "
+              f"(95% interval {pair['difference_ci95'][0]:+.3f} to {pair['difference_ci95'][1]:+.3f}), mean of {config.num_samples} samples")  # fmt: skip
     print(json.dumps(report))
 
 

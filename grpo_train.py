@@ -28,7 +28,7 @@ from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
-from output import FINISHED, LOGS, MetricsLog, finish, open_output, refuse_used, start_logs
+from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, right_answers
 from training import (
@@ -229,7 +229,7 @@ def train(config):
         stop.close()
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
-    done = done or {"step": 0, "place": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False}
+    done = done or {"step": 0, "place": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
     saved, place, train_seconds = done["step"], done["place"], done["train_seconds"]
     refresh(sampler, policy)
     log = MetricsLog(config, folder, total, SHOWN, accelerator)
@@ -238,11 +238,13 @@ def train(config):
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
     if done["evaluate"] and (evaluation := held_out_accuracy(accelerator, decoder, held_out, config, stop)):  # the signal came before it was over
         log.amend(evaluation)
+        keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
     for step in range(done["step"], total):
         first = {}
         if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop)):
+            done["best"] = first["eval_accuracy"]
             log.say(f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}")
         watch = Stopwatch(accelerator.device)
 
@@ -309,11 +311,13 @@ def train(config):
             metrics["bad_examples"] = [p.problem.id for p in batch]
         if step == 0 and first:
             metrics |= {f"{name}_before": value for name, value in first.items()}
-        done = {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state(),
-                "nothing": done.get("nothing", 0), "format_only": done.get("format_only", 0)}  # fmt: skip
+        done |= {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
+            if keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
+                log.say(f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends")
+                last = True
         log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config)
         log.write(metrics)
         if explained:
@@ -505,8 +509,8 @@ MENDS = {
 
 def collapse(metrics, done, patience):
     """A warning, once, where the rewards have carried no information for `patience` steps; counts them in `done`."""
-    done["nothing"] = done["nothing"] + 1 if metrics["reward"] == metrics["reward_std"] == 0 else 0
-    done["format_only"] = done["format_only"] + 1 if metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1 else 0
+    done["nothing"] = done.get("nothing", 0) + 1 if metrics["reward"] == metrics["reward_std"] == 0 else 0
+    done["format_only"] = done.get("format_only", 0) + 1 if metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1 else 0
     if patience and done["nothing"] == patience:
         return f"WARNING: no completion has earned anything for {patience} steps. {MENDS['nothing']}"
     if patience and done["format_only"] == patience:

@@ -170,6 +170,22 @@ class Trackers:
             warnings.warn(f"report_to {name}: dropped, it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
 
 
+def keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
+    """Note a better held-out accuracy in `done`, and keep that model. Every process must call it; returns whether patience is at its end."""
+    if evaluation is None:
+        return False
+    if evaluation["eval_accuracy"] <= done["best"]:
+        done["since_best"] += 1
+        return bool(config.patience) and done["since_best"] >= config.patience
+    done |= {"best": evaluation["eval_accuracy"], "since_best": 0}
+    if config.keep_best:
+        state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
+        if accelerator.is_main_process:
+            save_model(policy, tokenizer, folder / "best", policy.source_dtype, state)
+            shutil.copy(folder / "run_config.yaml", folder / "best")  # grpo_eval.py reads the format from it
+    return False
+
+
 def finish(config, folder, policy, tokenizer, state, held_out, steps):
     """Save the trained model with its card, in the dtype that it came in; upload it where that was asked for. On the first process only."""
     save_model(policy, tokenizer, folder, policy.source_dtype, state)

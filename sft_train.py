@@ -16,7 +16,7 @@ from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from memory import TokenBudget, within_memory
-from output import FINISHED, LOGS, MetricsLog, finish, open_output, refuse_used, start_logs
+from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
@@ -119,7 +119,7 @@ def train(config):
         stop.close()
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
-    done = done or {"step": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False}
+    done = done or {"step": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
     saved, train_seconds = done["step"], done["train_seconds"]
     log = MetricsLog(config, folder, total, SHOWN, accelerator)
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
@@ -127,6 +127,7 @@ def train(config):
         refresh(sampler, policy)
         if evaluation := held_out_accuracy(accelerator, decoder, held_out, config, stop):
             log.amend(evaluation)
+            keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
 
     for step in range(done["step"], total):
         if stop.agreed():
@@ -152,11 +153,12 @@ def train(config):
                    "tokens": tokens, "step_seconds": seconds, "train_seconds": train_seconds}  # fmt: skip
         bad = 0 if stepped else done["bad_steps"] + 1
         metrics |= {} if stepped else {"skipped": "loss or gradient not finite", "bad_examples": [p.problem.id for p, _ in chosen]}
-        done = {"step": step + 1, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
+        done |= {"step": step + 1, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             refresh(sampler, policy)
             evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
+            last = keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done) or last
         log.write(metrics)
         check_bad_steps(config, bad, metrics)
         if done["evaluate"]:

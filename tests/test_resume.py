@@ -407,3 +407,32 @@ def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_lef
     kills = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume"), tmp_path / "cut", kills=4, seed=1)
     assert kills == 4
     assert_same(left_alone(1), tmp_path / "cut")
+
+
+# The best model, and patience
+
+
+def test_the_best_model_is_kept_and_a_run_without_progress_ends(start, tmp_path, monkeypatch, capsys):
+    accuracies = iter([0.1, 0.4, 0.2, 0.4, 0.9])
+    monkeypatch.setattr(grpo_train, "held_out_accuracy", lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 10})
+    seen = {}
+    save = output.save_model
+
+    def watched(model, tokenizer, folder, dtype, state=None):
+        seen[Path(folder).name] = {k: v.clone() for k, v in state.items()}
+        save(model, tokenizer, folder, dtype, state)
+
+    monkeypatch.setattr(output, "save_model", watched)
+    grpo_train.train(settings_of(start, tmp_path / "out", eval_every=1, keep_best=True, patience=2, save_every=0))
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["eval_accuracy"] for m in metrics] == [0.4, 0.2, 0.4]
+    assert "no better held-out accuracy than 0.400 in 2 evaluations" in capsys.readouterr().out
+    best = load_file(tmp_path / "out" / "best" / "model.safetensors")
+    assert all(torch.equal(tensor, seen["best"][name]) for name, tensor in best.items())
+    assert not all(torch.equal(tensor, seen["out"][name]) for name, tensor in best.items())
+    assert (tmp_path / "out" / "best" / "run_config.yaml").exists()
+
+
+def test_patience_without_evaluations_is_refused():
+    with pytest.raises(SettingError, match="keep_best and patience need evaluations"):
+        grpo_train.Config(eval_every=0, patience=3)

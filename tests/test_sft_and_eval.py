@@ -156,3 +156,16 @@ def test_an_evaluation_is_never_overwritten(saved):
 def test_several_greedy_answers_are_refused():
     with pytest.raises(SettingError, match="--temperature 1"):
         grpo_eval.Config(model="m", num_samples=4)
+
+
+def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
+    settings = dict(model=str(saved / "model"), dataset=str(saved / "d"), num_samples=4, temperature=1.0, m3po=True, max_completion_length=16)
+    settings |= dict(output_dir=str(saved / "runs"), max_prompt_length=200)
+    report, folder = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.5, name="together"))
+    rows, together = ([json.loads(line)["resps"] for line in (folder / name).read_text().splitlines()] for name in ("samples.jsonl", "samples_m3po.jsonl"))
+    assert report["m3po"]["against_single_paths"]["questions"] == len(together) == 3
+    assert rows != together
+    _, other = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.0, name="alone"))
+    assert [json.loads(line)["resps"] for line in (other / "samples_m3po.jsonl").read_text().splitlines()] == rows, "the same draws"
+    with pytest.raises(SettingError, match="paths need each other"):
+        grpo_eval.Config(model=str(saved / "model"), m3po=True)
