@@ -21,9 +21,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from api import complete, connect
 from compare import Side, compare, compare_two, over_questions, sampled_statistics
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
-from data import QUESTION, DataError, encode_prompts, load_problems, pad_left
+from data import QUESTION, DataError, EncodedProblem, encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES
 from processes import end_with_parent, launch, shard, starts_processes
@@ -60,6 +61,10 @@ class Config:
     save_jsonl: str | None = setting(None, "with --questions: write prompts and answers there, one JSON object a line, as sft_train.py reads them")
     compare: list[str] | None = setting(None, "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of one side")
     num_samples: int = setting(1, "answers a question, with a temperature above 0")
+    api: str | None = setting(None, "ask an OpenAI-compatible server at this base URL instead of loading a model; its key from OPENAI_API_KEY")
+    api_model: str | None = setting(None, "name of the model there (default: the only one it has)")
+    api_at_once: int = setting(32, "requests in flight")
+    api_timeout: float = setting(300.0, "seconds one request may take")
     m3po: bool = setting(False, "also decode the samples of each question as paths that interact, as in training, with the same draws")
     m3po_lambda: float | None = setting(None, "with m3po: as for grpo_train.py")
     m3po_temperature: float | None = setting(None, "with m3po: as for grpo_train.py")
@@ -93,6 +98,10 @@ class Config:
             raise SettingError("compare", self.compare, "needs two evaluations at least")
         if self.save_jsonl and not self.questions:
             raise SettingError("save_jsonl", self.save_jsonl, "goes with --questions FILE")
+        if self.m3po and self.api:
+            raise SettingError("m3po", True, "paths of a server cannot interact: load the model instead")
+        check(self, "api_at_once", lambda v: v >= 1, "must be at least 1")
+        check(self, "api_timeout", lambda v: v > 0, "must be positive")
         if self.m3po and self.num_samples < 2:
             raise SettingError("m3po", True, "paths need each other: set --num_samples 8 --temperature 1, or the like")
         check(self, "m3po_similarity", lambda v: v in SIMILARITIES, "must be one of " + ", ".join(SIMILARITIES))
@@ -101,14 +110,19 @@ class Config:
         check_prompting(self)
 
 
-def grade(problems, answers, decoder, answer_format, grading="number"):
-    """One record a problem, with lm-evaluation-harness's names; answers: for each problem pairs (ids, ended)."""
-    written = [[decoder.text(*pair) for pair in pairs] for pairs in answers]
+def as_texts(answers, decoder):
+    """For each problem triples (text, tokens, whether it ended) of pairs (ids, whether EOS came)."""
+    return [[(decoder.text(ids, ended), len(ids), ended) for ids, ended in pairs] for pairs in answers]
+
+
+def grade(problems, answers, answer_format, grading="number"):
+    """One record a problem, with lm-evaluation-harness's names; answers: for each problem triples (text, tokens, whether it ended)."""
+    written = [[text for text, _, _ in triples] for triples in answers]
     flat = [(text, problem.problem.answer) for problem, texts in zip(problems, written, strict=True) for text in texts]
     scores = iter(right_answers(*map(list, zip(*flat, strict=True)), answer_format, grading))
     right = ([float(next(scores)) for _ in texts] for texts in written)
     records = []
-    for problem, pairs, texts in zip(problems, answers, written, strict=True):
+    for problem, triples, texts in zip(problems, answers, written, strict=True):
         truth = [problem.problem.answer] * len(texts)
         strict = [extract_answer(text, answer_format) for text in texts]
         flexible = [last_number(text) for text in texts]
@@ -123,7 +137,7 @@ def grade(problems, answers, decoder, answer_format, grading="number"):
                 "flexible-extract": [float(target is not None and number is not None and parse_number(number) == target) for number in flexible],
             },
             "reward": combined_reward(None, texts, truth, answer_format=answer_format),
-            "length": [len(ids) for ids, _ in pairs], "stop_condition": ["eos" if ended else "length" for _, ended in pairs],
+            "length": [length for _, length, _ in triples], "stop_condition": ["eos" if ended else "length" for _, _, ended in triples],
         })  # fmt: skip
     return records
 
@@ -176,9 +190,7 @@ def evaluate(config):
     columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
     problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
     asked, skipped = encode_prompts(problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config))
-    folder = Path(config.output_dir) / (config.name or f"{Path(config.model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (folder / "report.json").exists():
-        raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
+    folder = new_folder(config, config.model)
     model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
     check_positions(model, asked, config)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
@@ -192,21 +204,53 @@ def evaluate(config):
     answers = gather_object(answers)
     together = gather_object(interacting(decoder, prompts, mine.start, len(asked), config)) if config.m3po else None
     seconds = time.perf_counter() - started
-    records = grade(asked, answers, decoder, config.answer_format, config.grading)
+    records = grade(asked, as_texts(answers, decoder), config.answer_format, config.grading)
     report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
     if together is not None:
-        found = grade(asked, together, decoder, config.answer_format, config.grading)
+        found = grade(asked, as_texts(together, decoder), config.answer_format, config.grading)
         report["m3po"] = summarise(found, skipped) | {"against_single_paths": compare_two(Side("single paths", [records]), Side("interacting", [found]))[0]}
     if not accelerator.is_main_process:
         return report, folder
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "samples.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    write_evaluation(folder, config, records, report)
     if together is not None:
         write_whole(folder / "samples_m3po.jsonl", "".join(json.dumps(r) + "\n" for r in found))
+    return report, folder
+
+
+def evaluate_server(config):
+    """The same evaluation of a server's model: it gets the messages, and its own chat template makes the prompt of them."""
+    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
+    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
+    server = connect(config.api, config.api_model, os.environ.get("OPENAI_API_KEY", ""), config.api_timeout)
+    folder = new_folder(config, server.model)
+    system = [{"role": "system", "content": system_prompt(config)}]
+    chats = [[*system, {"role": "user", "content": p.question}] for p in problems]
+    asked = [EncodedProblem(p, json.dumps(chat), []) for p, chat in zip(problems, chats, strict=True)]
+    started = time.perf_counter()
+    with tqdm(total=len(asked), unit="question", disable=None) as bar:
+        sampling = (config.num_samples, config.max_completion_length, config.temperature, config.top_p, config.seed)
+        answers = complete(server, chats, *sampling, config.api_at_once, bar.update)
+    records = grade(asked, answers, config.answer_format, config.grading)
+    report = {"model": server.model, "api": config.api, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
+              **summarise(records, 0), "seconds": round(time.perf_counter() - started, 2)}  # fmt: skip
+    write_evaluation(folder, config, records, report)
+    return report, folder
+
+
+def new_folder(config, model):
+    """Where this evaluation goes; refused where one is already."""
+    folder = Path(config.output_dir) / (config.name or f"{Path(model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (folder / "report.json").exists():
+        raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
+    return folder
+
+
+def write_evaluation(folder, config, records, report):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "samples.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
-    return report, folder
 
 
 def answer(config):
@@ -254,10 +298,10 @@ def main():
         return
     if config.ask is not None or config.questions is not None:
         return answer(config)
-    if processes := starts_processes(config):
+    if config.api is None and (processes := starts_processes(config)):
         launch(processes)
         return
-    report, folder = evaluate(config)
+    report, folder = evaluate(config) if config.api is None else evaluate_server(config)
     if int(os.environ.get("RANK", 0)) > 0:
         return
     low, high = report["accuracy_ci95"]
