@@ -132,6 +132,19 @@ class Checkpoints:
         if accelerator.is_main_process:
             for name in (TEMPORARY, OLD):  # litter of a crash
                 shutil.rmtree(folder / name, ignore_errors=True)
+        if config.save_every:
+            self._refuse_little_disk()
+
+    def _refuse_little_disk(self):
+        """Before the first step: room for one checkpoint more than there are."""
+        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        whole_model = sum(p.numel() for name, p in self.policy.named_parameters() if ".lora_" not in name)
+        moments = 8 if isinstance(self.optimizer, torch.optim.AdamW) else 2
+        reference = sum(p.numel() * p.element_size() for p in self.reference.parameters()) if self.reference is not None else 0
+        needed, free = 4 * whole_model + moments * trained + reference, shutil.disk_usage(self.folder).free
+        if max(gather_object([float(needed > free)])):
+            remedy = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+            raise SettingError("save_every", self.config.save_every, remedy)
 
     def save(self, state):
         """Write checkpoint-<state["step"]>, then delete what keep_checkpoints does not keep. Every process must call it."""

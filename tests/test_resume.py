@@ -281,6 +281,14 @@ def test_a_full_disk_says_what_it_needs_and_leaves_the_earlier_checkpoint_whole(
     assert not (cut / checkpoint.TEMPORARY).exists()
 
 
+def test_too_little_disk_is_refused_before_the_first_step(start, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type(usage)(usage.total, usage.total - 1000, 1000))
+    with pytest.raises(SettingError, match=r"save_every=2: a checkpoint needs 0\.00 GB, 0\.00 GB are free"):
+        grpo_train.train(settings_of(start, tmp_path / "out"))
+    assert (tmp_path / "out" / "metrics.jsonl").exists() is False
+
+
 REFUSED = {
     "seed": dict(seed=7),
     "batch_size": dict(batch_size=4),
