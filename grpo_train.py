@@ -310,7 +310,7 @@ def train(config):
         if bad:
             metrics["bad_examples"] = [p.problem.id for p in batch]
         if step == 0 and first:
-            metrics |= {f"{name}_before": value for name, value in first.items()}
+            metrics |= {f"{name}_before": value for name, value in first.items() if name != "eval_questions"}
         done |= {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
