@@ -13,8 +13,9 @@ from backbones import vocab_logits
 from config import SettingError, resolved, system_prompt
 from data import pad_left
 from generation import GroupDecoder, rollout_uniforms
+from output import refuse_used
 from rewards import ANSWER_FORMATS, compute_rewards, right_answers
-from training import load_model, load_tokenizer, prepare_problems, rollout_dtype
+from training import check_positions, load_model, load_tokenizer, prepare_problems, rollout_dtype
 
 PROMPTS = 32
 
@@ -22,12 +23,14 @@ PROMPTS = 32
 def report(config, functions, steps_to_do):
     """Print the check; raises SettingError where training cannot work."""
     print(yaml.safe_dump({k: v for k, v in resolved(config).items() if k not in ("versions", "commit")}, sort_keys=False))
-    pending = config.warm_start != "none" and not (Path(config.output_dir) / "warm_start" / "finished.json").exists()
+    pending = config.warm_start != "none" and not (Path(config.output_dir) / "warm_start" / "warm_start.json").exists()
     start = config.model if config.warm_start == "none" or pending else str(Path(config.output_dir) / "warm_start")
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refuse_used(config)
     model = load_model(start, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
+    check_positions(model, problems + held_out, config)
     chosen = ANSWER_FORMATS[config.answer_format]
     decoder = GroupDecoder(model, tokenizer, chosen.think_end, compiled=False)
     eos = tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
@@ -76,10 +79,11 @@ def _memory(model, config, device):
     trained = count if not config.lora_r else 0
     moments = 2 if config.optimizer == "adamw_8bit" else 8
     parts = {
-        "policy": count * (2 if config.lora_r else 4), "gradients": 4 * trained, "moments": moments * trained, "sampler": count * model.dtype.itemsize,
+        "policy": count * (model.dtype.itemsize if config.lora_r else 4), "gradients": 4 * trained, "moments": moments * trained,
+        "sampler": count * model.dtype.itemsize,
         "reference": count * model.dtype.itemsize if config.beta > 0 else 0,
     }  # fmt: skip
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = (torch.cuda.mem_get_info()[0] if device.type == "cuda" else _available()) + parts["sampler"]  # which is loaded already
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     _print("memory, GiB", f"{shown} = {needed / 2**30:.2f} before activations, which take what is left; {free / 2**30:.2f} are free")
@@ -91,20 +95,26 @@ def _memory(model, config, device):
         )
 
 
+def _available():
+    """Memory of the machine that programs can have, in bytes."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
 def _disk(model, config):
     count = sum(p.numel() for p in model.parameters())
     bytes_each = count * (4 + (0 if config.lora_r else 2 if config.optimizer == "adamw_8bit" else 8) + (model.dtype.itemsize if config.beta > 0 else 0))
     folder = Path(config.output_dir).resolve()
     while not folder.exists():
         folder = folder.parent
-    trial, size = folder / ".trial.part", min(bytes_each, 2**26)
+    trial, data = folder / ".trial.part", os.urandom(min(bytes_each, 2**26))
     try:
         started = time.perf_counter()
         with open(trial, "wb") as file:
-            file.write(os.urandom(size))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        rate = size / (time.perf_counter() - started)
+        rate = len(data) / (time.perf_counter() - started)
     except OSError as error:
         raise SettingError("output_dir", config.output_dir, f"cannot be written to ({error.strerror})") from error
     finally:
@@ -113,7 +123,7 @@ def _disk(model, config):
     seconds = bytes_each / rate
     _print("a checkpoint", f"{bytes_each / 1e9:.2f} GB, {seconds:.0f} s at {rate / 1e6:.0f} MB/s: a job needs about {2 * seconds + 30:.0f} s of grace; "
                            f"{copies} of them take {copies * bytes_each / 1e9:.1f} GB, {free / 1e9:.1f} are free")  # fmt: skip
-    if copies * bytes_each > free:
+    if config.save_every and copies * bytes_each > free:
         raise SettingError(
             "keep_checkpoints", config.keep_checkpoints, f"{copies * bytes_each / 1e9:.1f} GB of checkpoints do not fit into {free / 1e9:.1f} GB"
         )
@@ -148,7 +158,7 @@ def _paid(functions, problems, texts, config):
         completions=[[{"role": "assistant", "content": t}] for t in texts], answer=[p.problem.answer for p in problems],
         solution=[p.problem.answer for p in problems], answer_format=config.answer_format,
     )  # fmt: skip
-    totals, _ = compute_rewards(functions, **columns)
+    totals, _ = compute_rewards(functions, timeout=config.reward_timeout, **columns)
     return totals
 
 
@@ -169,7 +179,7 @@ def _pass_rate(decoder, problems, config):
                         f"{silent:.2f} of the groups carry no signal from right and wrong alone")  # fmt: skip
     if mean == 0:
         print("    nothing is right: GRPO has nothing to start from but the format. Begin with --warm_start, an easier data set, or a stronger model")
+    elif silent > 0.5 and mean > 0.8:
+        print("    most problems are solved already: harder ones, or a higher temperature, would teach more")
     elif silent > 0.5:
-        spread = {g: statistics.fmean((r**g + (1 - r) ** g) if 0 < r < 1 else 1.0 for r in rates) for g in (8, 16, 32, 64)}
-        enough = next((g for g, s in spread.items() if s < 0.5 and g > G), None)
-        print(f"    {f'--num_generations {enough} would bring that below half' if enough else 'a warm start, or --dynamic_sampling 2, would help'}")
+        print("    most groups are all wrong: a warm start, easier problems, more num_generations, or --dynamic_sampling 2 would help")

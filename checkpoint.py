@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -37,20 +37,26 @@ NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved
 
 
 class Stop:
-    """Remembers that a signal came, or that the time is over. The handler sets a flag and does nothing else; a second signal leaves at once."""
+    """Remembers that a signal came, or that the time is over. The handler sets a flag and does nothing else; a later Ctrl-C leaves at once.
+
+    The same signal can come twice, from a cluster to every process and from the one that started this: only a Ctrl-C a second later is a second one.
+    """
 
     def __init__(self, minutes=None):
-        self.number, self.end = 0, None if minutes is None else time.monotonic() + 60 * minutes
+        self.number, self.since, self.end = 0, 0.0, None if minutes is None else time.monotonic() + 60 * minutes
         self.before = {name: signal.signal(name, self._came) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            self.before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._came)
 
     def close(self):
         for name, handler in self.before.items():
             signal.signal(name, handler)
 
     def _came(self, number, frame):
-        if self.number:
+        if self.number and number == signal.SIGINT and time.monotonic() - self.since > 1.0:
             os._exit(128 + number)
-        self.number = number
+        if not self.number:
+            self.number, self.since = number, time.monotonic()
 
     def asked(self):
         """The signal to stop for, 0 where there is none; at the time limit SIGTERM's."""
@@ -114,10 +120,10 @@ def checkpoints(output_dir):
 
 
 def data_fingerprint(problems):
-    """sha256 over the problems in their order."""
+    """sha256 over the problems and their prompts, in their order."""
     digest = hashlib.sha256()
     for p in problems:
-        digest.update(json.dumps([p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]).encode())
+        digest.update(json.dumps([p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]).encode())
     return digest.hexdigest()
 
 
@@ -153,7 +159,7 @@ class Checkpoints:
         tensors, numbers = self._optimizer_state(main)
         if self.config.lora_r:
             tensors |= {f"policy.{name}": p.detach().cpu() for name, p in self.policy.named_parameters() if p.requires_grad}
-        if self.reference is not None:
+        if self.reference is not None and main:
             tensors |= {f"reference.{name}": p.detach().cpu() for name, p in self.reference.named_parameters()}
         problem = None
         if main:
@@ -174,6 +180,8 @@ class Checkpoints:
         temporary, target = self.folder / TEMPORARY, self.folder / f"checkpoint-{state['step']}"
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(self.policy, self.tokenizer, temporary, torch.float32, weights)
+        names = {name for file in temporary.glob("*.safetensors") for name in safe_open(file, "pt").keys()}  # transformers renames the experts of some models
+        tensors |= {f"policy.{name}": weights[name] for name, _ in self.policy.named_parameters() if not self.config.lora_r and name not in names}
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "training_state.safetensors")
         state |= {"data": self.data, "world_size": self.accelerator.num_processes, "settings": resolved(self.config),
                   "logs": {name: (self.folder / name).stat().st_size for name in self.logs}}  # fmt: skip
@@ -187,7 +195,9 @@ class Checkpoints:
         temporary.rename(target)
         _sync(self.folder)
         shutil.rmtree(self.folder / OLD, ignore_errors=True)
-        for path in checkpoints(self.folder)[self.config.keep_checkpoints :] if self.config.keep_checkpoints else ():
+        numbered = {path: int(path.name.removeprefix("checkpoint-")) for path in checkpoints(self.folder)}
+        kept = [path for path, number in numbered.items() if number <= state["step"]][: self.config.keep_checkpoints or None]
+        for path in numbered.keys() - kept:  # older ones, and those of a time that this run has gone back behind
             shutil.rmtree(path, ignore_errors=True)
 
     def _optimizer_state(self, keep):
@@ -216,6 +226,9 @@ class Checkpoints:
         if last >= total:
             self._say(f"nothing is left to do: {self.folder} finished its {last} steps")
             return FINISHED
+        if path is None and (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
+            what = f"finished {last} steps and left no checkpoint" if finished.exists() else "has no checkpoint that is whole"
+            raise SettingError("resume", str(self.folder), f"{what}: there is nothing to go on from; begin anew with --overwrite_output_dir true")
         if path is None:
             self._say(f"no checkpoint in {self.folder}: starting from the beginning")
             return None
@@ -253,12 +266,13 @@ class Checkpoints:
             for file in sorted(path.glob("*.safetensors")):
                 if file.name != "training_state.safetensors":
                     weights |= load_file(file)
+            weights |= {n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")}
             self._copy(named, {n: t for n, t in weights.items() if n in named}, path)
         if self.reference is not None:
             kept = {n.removeprefix("reference."): t for n, t in tensors.items() if n.startswith("reference.")}
             self._copy(dict(self.reference.named_parameters()), kept, path)
         self._load_optimizer(state["optimizer"], tensors)
-        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
+        self._load_schedule(state["schedule"])
         if self.accelerator.is_main_process:
             for name, size in state["logs"].items():
                 file = self.folder / name
@@ -286,8 +300,16 @@ class Checkpoints:
                 shaped = tensor.shape == parameters[int(index)].shape
                 flat.setdefault(int(index), {})[key] = _like(parameters[int(index)], tensor) if shaped else tensor
         state = {index: _nested(values) for index, values in flat.items()}
-        groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in numbers["groups"]]
+        mine = [{k: group[k] for k in ("weight_decay", "betas", "initial_lr")} for group in self.optimizer.param_groups]  # resume_anyway may change them
+        groups = [group | own for group, own in zip(numbers["groups"], mine, strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _load_schedule(self, saved):
+        rates = self.schedule.base_lrs
+        self.schedule.load_state_dict({**saved, "base_lrs": rates, "lr_lambdas": [None] * len(rates)})
+        for group, rate, factor in zip(self.optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(self.schedule.last_epoch)
+        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _refuse_other(self, path, state):
         now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]

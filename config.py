@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -324,6 +325,10 @@ def run_main(main):
         sys.exit(_last_words(error, 2))
     except (RunError, RewardError) as error:
         sys.exit(_last_words(error, 1))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.exit(_last_words(f"{error.filename or 'the disk'}: {error.strerror}; go on with --resume true when there is room", 1))
     except RuntimeError as error:
         if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
             raise

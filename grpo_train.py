@@ -22,10 +22,11 @@ from accelerate.utils import gather_object
 
 import check as check_run
 import sft_train
-from checkpoint import Checkpoints, Stop, check_bad_steps, leave
-from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file
+from checkpoint import FREE, Checkpoints, Stop, check_bad_steps, leave
+from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file, write_whole
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
+from hub import push
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
@@ -204,7 +205,7 @@ def train(config):
     accelerator, stop = start_processes(config), Stop(config.stop_after)
     functions = reward_functions(config)
     refuse_used(config)
-    start = config.model if config.warm_start == "none" else warm_start(config, accelerator)
+    start = config.model if config.warm_start == "none" else warm_start(config, accelerator, stop)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
 
@@ -236,9 +237,13 @@ def train(config):
     log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
             f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
-    if done["evaluate"] and (evaluation := held_out_accuracy(accelerator, decoder, held_out, config, stop)):  # the signal came before it was over
-        log.amend(evaluation)
+    if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
+        evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
+        if evaluation is None:
+            leave(stop, checkpoints, None)
+        log.write(done.pop("metrics") | evaluation)
         keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
+        done["evaluate"] = False
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
     for step in range(done["step"], total):
@@ -319,7 +324,10 @@ def train(config):
                 log.say(f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends")
                 last = True
         log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config)
-        log.write(metrics)
+        if done["evaluate"]:
+            done["metrics"] = metrics
+        else:
+            log.write(metrics)
         if explained:
             log.say(explained)
         if warning := collapse(metrics, done, config.warn_after):
@@ -336,25 +344,29 @@ def train(config):
     log.close()
     state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
-        finish(config, folder, policy, tokenizer, state, len(held_out), total)
+        finish(config, folder, policy, tokenizer, state, len(held_out), done["step"])
     accelerator.wait_for_everyone()
+    if config.push_to_hub and accelerator.is_main_process:
+        print(f"uploaded to {push(config, folder)}")
     stop.close()
     return folder
 
 
-def warm_start(config, accelerator):
-    """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. A half one is gone on with."""
+def warm_start(config, accelerator, stop):
+    """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. With resume a half one is gone on with."""
     folder = Path(config.output_dir) / "warm_start"
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
     given = settings_from_file(sft_train.Config, config.warm_start)
-    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), "overwrite_output_dir": True, "resume": True})
-    done = folder / "finished.json"
-    settings = {k: v for k, v in resolved(sft).items() if k not in ("versions", "commit")}
-    if not (done.exists() and json.loads(done.read_text()) == settings):
-        done.unlink(missing_ok=True)
-        sft_train.train(sft)
+    how = {"resume": config.resume, "resume_anyway": config.resume_anyway, "overwrite_output_dir": not config.resume}
+    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), **how})
+    note, settings = folder / "warm_start.json", {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE}
+    whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
+    if not max(gather_object([whole])):
         if accelerator.is_main_process:
-            done.write_text(json.dumps(settings))
+            note.unlink(missing_ok=True)
+        sft_train.train(sft, stop)
+        if accelerator.is_main_process:
+            write_whole(note, json.dumps(settings))
     accelerator.wait_for_everyone()
     return str(folder)
 

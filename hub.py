@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError
 from scipy import stats
 
 from config import RunError, resolved, system_prompt
 from data import HUB
 
-NOT_UPLOADED = ["checkpoint-*", "checkpoint-*/**", "warm_start/**", "trackers/**", "rollouts.jsonl", ".*"]
+UPLOADED = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.jinja", "README.md", "adapter/*",
+            "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.py"]  # fmt: skip
+NOT_UPLOADED = ["checkpoint-*/*", "warm_start/*", "trackers/*", "wandb/*", "best/*", ".*"]  # what of these lies in folders
 RECIPE = ("answer_format reward_set reward batch_size num_generations max_completion_length temperature learning_rate lr_scheduler_type optimizer "
           "loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha num_epochs seed").split()  # fmt: skip
 
@@ -27,6 +28,8 @@ def model_card(config, folder, held_out):
         base_model=base, datasets=[dataset] if "/" in dataset and not Path(dataset).exists() else None, library_name="transformers",
         pipeline_tag="text-generation", tags=["grpo", "m3po"] if "M3PO" in method else [method.split()[0].lower()], model_name=name,
     )  # fmt: skip
+    settings["reward"] = [Path(spec).name for spec in settings["reward"]] if settings.get("reward") else None  # no path of a machine goes out
+    dataset = dataset if "/" not in dataset or not Path(dataset).exists() else Path(dataset).name
     recipe = "\n".join(f"| `{key}` | {settings[key]} |" for key in RECIPE if settings.get(key) is not None and (config.lora_r or not key.startswith("lora")))
     text = f"""---
 {data.to_yaml()}
@@ -56,7 +59,7 @@ print(ask(chat, max_new_tokens={config.max_completion_length}, do_sample=False)[
 |---|---|
 {recipe}
 
-Versions: {", ".join(f"{k} {v}" for k, v in settings["versions"].items())}; commit `{settings["commit"]}`. Every setting is in `run_config.yaml`.
+Versions: {", ".join(f"{k} {v}" for k, v in settings["versions"].items())}; commit `{settings["commit"]}`.
 """
     return ModelCard(text).content
 
@@ -80,8 +83,8 @@ def push(config, folder):
     try:
         api.create_repo(config.hub_model_id, private=config.hub_private, exist_ok=True)
         return api.upload_folder(
-            repo_id=config.hub_model_id, folder_path=str(folder), ignore_patterns=NOT_UPLOADED, commit_message=f"After {Path(folder).resolve().name}"
+            repo_id=config.hub_model_id, folder_path=str(folder), allow_patterns=UPLOADED, ignore_patterns=NOT_UPLOADED,
+            commit_message=f"After {Path(folder).resolve().name}"
         )  # fmt: skip
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RunError(f"the model is saved in {folder}, but not uploaded ({reason}): try  hf upload {config.hub_model_id} {folder}") from error
+    except Exception as error:  # the network, a login, a name: whatever it is, the model is there
+        raise RunError(f"the model is saved in {folder}, but not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error

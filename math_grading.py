@@ -41,7 +41,8 @@ UNIT = re.compile(AFTER_VALUE + rf"(?:\s*{TEXT}| (?!(?:and|or|{FUNCTIONS})\b)[a-
 NAMED = re.compile(r"^[a-zA-Z](?:_\{?\w+\}?|\([a-z]\))? ?= ?|^[a-zA-Z] ?\\in ?")
 MIXED = re.compile(r"(?<![\w.}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
 DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
-BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?$")
+BASE = re.compile(r"([0-9][0-9A-Fa-f]*)_\{?(\d{1,2})\}?$")
+PAIR = re.compile(r"[(\[][^()]*,[^()]*[)\]]")  # (1,234) has two members
 TWO_NUMBERS = re.compile(r"(?<![_^\d])\d+ \d")
 REPEATING = re.compile(r"([-+]?)(\d{0,50})\.(\d{0,50})\\overline\{(\d{1,50})\}")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
@@ -142,7 +143,11 @@ def structure(text, depth=0):
     if len(_split(text, r"\pm")) == 2:
         return "set", _members([text], depth)
     word = re.sub(TEXT, r"\1", text).strip(" ()")
-    if re.fullmatch(r"[a-zA-Z][a-zA-Z' -]+", word) or (word != text and re.fullmatch(r"[a-zA-Z]", word)):
+    if (
+        re.fullmatch(r"[a-zA-Z][a-zA-Z' -]{3,}", word)
+        or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word))
+        or (word != text and re.fullmatch(r"[a-zA-Z]", word))
+    ):
         return "word", " ".join(word.lower().split())
     sides = [part.strip() for part in RELATION.split(text)]
     if len(sides) > 1:
@@ -232,7 +237,7 @@ def same(a, b, ask):
 
 
 def _same_value(left, right, ask):
-    if _squeezed(left) == _squeezed(right):
+    if _squeezed(left) == _squeezed(right) or (re.fullmatch("[a-zA-Z]{2,3}", left) and left.lower() == right.lower()):
         return left != ""
     if len(left) == len(right) == 1 and (left + right).isalpha():
         return False  # a and A are two things
@@ -295,8 +300,8 @@ def _decide(kind, left, right):
     parts = [part for value in (a, b) for part in sympy.N(value, 60).as_real_imag()]
     if not all(part.is_Float or part.is_Integer for part in parts):
         return False  # infinite, or not a number after all
-    size = max(1, *map(abs, parts))
-    return all(bool(abs(x - y) < size * sympy.Float("1e-45", 60)) for x, y in zip(parts[:2], parts[2:], strict=True))
+    size = max(map(abs, parts))
+    return all(bool(abs(x - y) <= size * sympy.Float("1e-45", 60)) for x, y in zip(parts[:2], parts[2:], strict=True))
 
 
 def _serve():
@@ -402,9 +407,16 @@ def _children():
     return _pool
 
 
+class _Undecided(Exception):
+    """Not in that time: another time it may be."""
+
+
 @lru_cache(maxsize=100_000)
 def _asked(kind, left, right, timeout):
-    return bool(_children().ask(timeout, kind, left, right))
+    answer = _children().ask(timeout, kind, left, right)
+    if answer is None:
+        raise _Undecided
+    return answer
 
 
 def _as_key(value):
@@ -424,14 +436,17 @@ def math_equal(answer, reference, timeout=5.0):
         return False
     if answer == reference:
         return True
-    numbers = parse_number(answer), parse_number(reference)
+    numbers = [None if PAIR.search(text) else parse_number(text) for text in (answer, reference)]
     if None not in numbers:
         return numbers[0] == numbers[1]
     end = time.monotonic() + timeout
 
     def ask(kind, left, right):
         left_over = end - time.monotonic()
-        return left_over > 0 and _asked(kind, _as_key(left), _as_key(right), timeout if left_over > timeout / 2 else left_over)
+        try:
+            return left_over > 0 and _asked(kind, _as_key(left), _as_key(right), timeout if left_over > timeout / 2 else left_over)
+        except _Undecided:
+            return False
 
     return same(structure(clean(answer)), structure(clean(reference)), ask)
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from config import RunError, SettingError, resolved, write_whole
-from hub import model_card, push
+from hub import model_card
 from plots import draw, read_metrics
 from training import merged_state
 
@@ -43,8 +44,10 @@ def open_output(config, accelerator):
         held = open(folder / ".lock", "w")
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             problem = "another run is writing there at this moment"
+        except OSError as error:
+            warnings.warn(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes there", stacklevel=2)
     problem = next((p for p in gather_object([problem]) if p), None)
     if problem:
         raise SettingError("output_dir", config.output_dir, problem)
@@ -88,16 +91,6 @@ class MetricsLog:
             self.draw()
         tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
         self.bar.update(clean["step"] - self.bar.n)
-
-    def amend(self, metrics):
-        """Add to the last line."""
-        if self.active:
-            path = Path(self.file.name)
-            *lines, last = path.read_text(encoding="utf-8").splitlines()
-            write_whole(path, "".join(f"{line}\n" for line in [*lines, json.dumps(json.loads(last) | metrics)]))
-            self.file.close()
-            self.file = open(path, "a", encoding="utf-8")
-            self.trackers.log({**metrics, "step": json.loads(last)["step"]})
 
     def draw(self):
         """curves.svg and curves.png, from a few steps on; a run does not end for want of a picture."""
@@ -187,7 +180,7 @@ def keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
 
 
 def finish(config, folder, policy, tokenizer, state, held_out, steps):
-    """Save the trained model with its card, in the dtype that it came in; upload it where that was asked for. On the first process only."""
+    """Save the trained model with its card, in the dtype that it came in, and note the steps that were done. On the first process only."""
     save_model(policy, tokenizer, folder, policy.source_dtype, state)
     if config.save_adapter:
         save_adapter(policy, folder / "adapter")
@@ -195,8 +188,6 @@ def finish(config, folder, policy, tokenizer, state, held_out, steps):
     write_whole(folder / FINISHED, json.dumps({"step": steps}) + "\n")
     (folder / ".lock").unlink(missing_ok=True)
     print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
-    if config.push_to_hub:
-        print(f"uploaded to {push(config, folder)}")
 
 
 def save_adapter(model, folder):
@@ -223,9 +214,9 @@ def save_model(model, tokenizer, folder, dtype, state=None):
     try:
         model.save_pretrained(temporary, state_dict=merged_state(model, dtype) if state is None else state)
         tokenizer.save_pretrained(temporary)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"could not save the model to {folder}: {error.strerror or error}") from error
+        raise RunError(f"could not save the model to {folder}: {getattr(error, 'strerror', None) or error}") from error
     settings = json.loads((temporary / "config.json").read_text())
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings |= {key: value for key, value in getattr(model, "source_dropout", {}).items() if key in settings}  # as it came, not as it trained

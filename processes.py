@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from config import SettingError
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # handed on to every process: torch's default leaves orphans on SIGUSR1
-SECONDS_TO_END = 30  # for a process that was told to end
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to every process: torch's default leaves orphans on SIGUSR1
+SECONDS_TO_END = 3600  # for a process that was told to end and may be saving; torch kills those of a process that failed after 30
 PARENT = "GRPO_PARENT"  # the process that started this one
 
 
@@ -41,15 +41,20 @@ def starts_processes(config):
     return wanted
 
 
+def heeded():
+    """The signals that are handed on: not those that nohup or a shell has switched off."""
+    return [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+
+
 def launch(processes):
-    """Run this command once for each process, and end with the status of the first that failed. A second signal ends everything at once."""
+    """Run this command once for each process, and end with the status of the first that failed. A second Ctrl-C ends everything at once."""
     settings = dict(min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                    max_restarts=0, monitor_interval=0.2, signals_to_handle=SIGNALS, shutdown_timeout=SECONDS_TO_END)  # fmt: skip
+                    max_restarts=0, monitor_interval=0.2, signals_to_handle=",".join(heeded()), shutdown_timeout=SECONDS_TO_END)  # fmt: skip
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     logging.disable(logging.ERROR)  # the process that failed has said why
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ[PARENT] = str(os.getpid())
-    threading.Thread(target=_leave_on_a_second_signal, args=(_signals_as_bytes(),), daemon=True).start()
+    threading.Thread(target=_leave_on_a_second_ctrl_c, args=(_signals_as_bytes(),), daemon=True).start()
     try:
         elastic_launch(LaunchConfig(**{name: value for name, value in settings.items() if name in known}), sys.executable)(*sys.argv)
     except ChildFailedError as error:
@@ -69,12 +74,11 @@ def _signals_as_bytes():
     return read
 
 
-def _leave_on_a_second_signal(pipe):
-    handled, seen = {getattr(signal, name) for name in SIGNALS.split(",")}, 0
+def _leave_on_a_second_ctrl_c(pipe):
+    seen = 0
     while seen < 2:
-        number = os.read(pipe, 1)[0]
-        seen += number in handled
-    os._exit(128 + number)  # and the processes with it: see `end_with_parent`
+        seen += os.read(pipe, 1)[0] == signal.SIGINT
+    os._exit(128 + signal.SIGINT)  # and the processes with it: see `end_with_parent`
 
 
 def end_with_parent():

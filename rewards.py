@@ -3,10 +3,11 @@
 Every function takes time linear in a completion's length, but for `math_reward`, whose time is bounded.
 """
 
+import contextlib
 import faulthandler
 import importlib.util
 import math
-import queue
+import os
 import re
 import sys
 import threading
@@ -230,47 +231,41 @@ def _quote(completion):
     return f"completion {(repr(completion) if text is None else text)[:200]!r}"
 
 
-def _in_time(function, columns, where, seconds):
-    """function(**columns) in a thread that is left behind when it takes too long; one that holds the interpreter ends the process, with its traceback."""
+@contextlib.contextmanager
+def _time_limit(where, completions, seconds):
+    """Ends the process with one line where what is inside takes longer. It stays in the main thread, where math-verify and CUDA want to be."""
     if not seconds:
-        return function(**columns)
-    results = queue.SimpleQueue()
+        yield
+        return
 
-    def work():
-        try:
-            results.put((function(**columns), None))
-        except BaseException as error:  # handed over to the thread that waits
-            results.put((None, error))
+    def end():
+        shown = f"{where} took longer than reward_timeout={seconds:g} s for {len(completions)} completions, the first of them {_quote(completions[0])}"
+        print(f"{Path(sys.argv[0]).name}: {shown}", file=sys.stderr, flush=True)
+        os._exit(1)
 
-    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)  # where the interpreter itself is held
     try:
-        threading.Thread(target=work, daemon=True).start()
-        value, error = results.get(timeout=seconds)
-    except queue.Empty:
-        first = _quote(columns["completions"][0])
-        raise RewardError(
-            f"{where} took longer than reward_timeout={seconds:g} s for {len(columns['completions'])} completions, the first of them {first}"
-        ) from None
+        yield
     finally:
+        timer.cancel()
         faulthandler.cancel_dump_traceback_later()
-    if error is not None:
-        raise error
-    return value
 
 
 def _call(function, columns, where, timeout=0.0):
     """The function's values; if it raises, it is asked again row by row, so that the message shows the completion it raises on."""
-    try:
-        return _in_time(function, columns, where, timeout)
-    except RewardError:
-        raise
-    except Exception as error:  # the user's code, which may raise anything
-        completions = columns["completions"]
-        row = next((i for i in range(len(completions)) if _raises(function, columns, i, type(error))), None)
-        shown = " on no single completion" if row is None else f" on {_quote(completions[row])}"
-        if row is None and completions:
-            shown += f", the first being {_quote(completions[0])}"
-        raise RewardError(f"{where} raised {_one_line(error)}{shown}") from error
+    completions = columns["completions"]
+    with _time_limit(where, completions, timeout):
+        try:
+            return function(**columns)
+        except Exception as error:  # the user's code, which may raise anything
+            row = next((i for i in range(len(completions)) if _raises(function, columns, i, type(error))), None)
+            shown = " on no single completion" if row is None else f" on {_quote(completions[row])}"
+            if row is None and completions:
+                shown += f", the first being {_quote(completions[0])}"
+            raise RewardError(f"{where} raised {_one_line(error)}{shown}") from error
 
 
 def _raises(function, columns, row, kind):

@@ -15,6 +15,7 @@ from checkpoint import Checkpoints, Stop, check_bad_steps, leave
 from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
+from hub import push
 from memory import TokenBudget, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
@@ -96,9 +97,10 @@ def as_rollout(pairs, tables, device):
     return Rollout(prompt_ids, prompt_mask, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0)
 
 
-def train(config):
-    """Run a whole supervised training; returns the output directory."""
-    accelerator, stop = start_processes(config), Stop(config.stop_after)
+def train(config, stop=None):
+    """Run a whole supervised training; returns the output directory. `stop`: of the run that this is the warm start of."""
+    accelerator, outer = start_processes(config), stop
+    stop = stop or Stop(config.stop_after)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
     pairs = responses(problems, tokenizer, config)
@@ -116,18 +118,22 @@ def train(config):
     checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, logs=LOGS)
     done = checkpoints.resume(total, budget) if config.resume else None
     if done == FINISHED:
-        stop.close()
+        if outer is None:
+            stop.close()
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
     done = done or {"step": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
     saved, train_seconds = done["step"], done["train_seconds"]
     log = MetricsLog(config, folder, total, SHOWN, accelerator)
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
-    if done["evaluate"]:
+    if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
         refresh(sampler, policy)
-        if evaluation := held_out_accuracy(accelerator, decoder, held_out, config, stop):
-            log.amend(evaluation)
-            keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
+        evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
+        if evaluation is None:
+            leave(stop, checkpoints, None)
+        log.write(done.pop("metrics") | evaluation)
+        keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
+        done["evaluate"] = False
 
     for step in range(done["step"], total):
         if stop.agreed():
@@ -159,7 +165,10 @@ def train(config):
             evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
             last = keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done) or last
-        log.write(metrics)
+        if done["evaluate"]:
+            done["metrics"] = metrics
+        else:
+            log.write(metrics)
         check_bad_steps(config, bad, metrics)
         if done["evaluate"]:
             leave(stop, checkpoints, done)
@@ -171,9 +180,12 @@ def train(config):
     log.close()
     state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
-        finish(config, folder, policy, tokenizer, state, len(held_out), total)
+        finish(config, folder, policy, tokenizer, state, len(held_out), done["step"])
     accelerator.wait_for_everyone()
-    stop.close()
+    if config.push_to_hub and accelerator.is_main_process:
+        print(f"uploaded to {push(config, folder)}")
+    if outer is None:
+        stop.close()
     return folder
 
 

@@ -99,6 +99,7 @@ def load_policy(config, name, tokenizer, device):
     load = dict(name=name, tokenizer=tokenizer, device=device, trust_remote_code=config.trust_remote_code)
     policy = load_model(dtype=rollout_dtype(config) if config.lora_r else torch.float32, **load)
     if config.lora_r:
+        torch.manual_seed(config.seed)  # the adapters are the same whatever was drawn before
         add_adapters(policy, config)
     return policy.train()
 

@@ -278,13 +278,16 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(start, tmp_path, monkey
     monkeypatch.setattr(hub.HfApi, "upload_folder", lambda self, **kwargs: calls.append(("upload", kwargs)) or "https://example.org/me/mine")
     config = config_of("oneshot", start, tmp_path / "out", grpo_train, push_to_hub=True, hub_model_id="me/mine", save_every=1)
     grpo_train.train(config)
+    (tmp_path / "out" / "wandb" / "run").mkdir(parents=True)
+    (tmp_path / "out" / "wandb" / "run" / "tokenizer.json").write_text("{}")
     (_, args, kwargs), (_, upload) = calls
     assert args == ("me/mine",)
     assert kwargs == {"private": True, "exist_ok": True}
     files = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()]
-    sent = set(filter_repo_objects(files, ignore_patterns=upload["ignore_patterns"]))
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "run_config.yaml"} <= sent
-    assert not any("checkpoint" in name or "rollouts" in name for name in sent)
+    sent = set(filter_repo_objects(files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]))
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= sent
+    assert not any("/" in name or "jsonl" in name or "run_config" in name for name in sent), "no checkpoint, no log, no path of this machine"
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
     assert any("checkpoint-1/" in name for name in files)
     assert "uploaded to https://example.org/me/mine" in capsys.readouterr().out
 
@@ -292,7 +295,7 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(start, tmp_path, monkey
         raise OSError("401 unauthorized")
 
     monkeypatch.setattr(hub.HfApi, "create_repo", refuses)
-    with pytest.raises(RunError, match=r"the model is saved in .*, but not uploaded \(401 unauthorized\)"):
+    with pytest.raises(RunError, match=r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"):
         hub.push(config, tmp_path / "out")
     with pytest.raises(SettingError, match="hub_model_id"):
         parse_config(grpo_train.Config, ["--push_to_hub", "true"])
