@@ -143,11 +143,7 @@ def structure(text, depth=0):
     if len(_split(text, r"\pm")) == 2:
         return "set", _members([text], depth)
     word = re.sub(TEXT, r"\1", text).strip(" ()")
-    if (
-        re.fullmatch(r"[a-zA-Z][a-zA-Z' -]{3,}", word)
-        or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word))
-        or (word != text and re.fullmatch(r"[a-zA-Z]", word))
-    ):
+    if re.fullmatch(r"[a-zA-Z][a-zA-Z' -]{3,}", word) or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word)):
         return "word", " ".join(word.lower().split())
     sides = [part.strip() for part in RELATION.split(text)]
     if len(sides) > 1:
