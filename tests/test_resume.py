@@ -184,6 +184,30 @@ def test_stopped_at_any_moment_and_resumed_is_the_same_run(moment, start, uninte
     assert all(torch.equal(tensor, cut[0][name]) for name, tensor in whole[0].items())
 
 
+def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as_well(start, uninterrupted, tmp_path, monkeypatch):
+    """The step's line waits for its evaluation; a log that was written to before would be cut in the middle of a line."""
+    out, honest, calls = tmp_path / "out", grpo_train.held_out_accuracy, []
+
+    def cut(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            args[-1].number = int(signal.SIGTERM)
+            return None
+        return honest(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo_train, "held_out_accuracy", cut)
+        with pytest.raises(SystemExit):
+            grpo_train.train(settings_of(start, out, save_every=0))
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 1
+    for kill in (3, 4):
+        run(settings_of(start, out, save_every=0, resume=True), kill_at=kill, monkeypatch=monkeypatch)
+    run(settings_of(start, out, save_every=0, resume=True))
+    whole, made_up = everything(uninterrupted("full")), everything(out)
+    assert whole[1:] == made_up[1:]
+    assert all(torch.equal(tensor, made_up[0][name]) for name, tensor in whole[0].items())
+
+
 def test_the_time_limit_stops_as_a_signal_does(start, tmp_path):
     with pytest.raises(SystemExit) as left:
         grpo_train.train(settings_of(start, tmp_path / "out", stop_after=1e-6))
@@ -313,6 +337,9 @@ def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, c
     with pytest.raises(SettingError, match="model .* there, .* here; what is saved would not fit"):
         grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, model=str(other / "model")))
     grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, learning_rate=1e-4))
+    rates = [json.loads(line)["learning_rate"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert max(rates[:4]) > 1e-3
+    assert 0 < max(rates[4:]) <= 1e-4, "the new rate is used"
 
 
 def test_nothing_is_ever_unpickled(start, cut):
@@ -444,3 +471,18 @@ def test_the_best_model_is_kept_and_a_run_without_progress_ends(start, tmp_path,
 def test_patience_without_evaluations_is_refused():
     with pytest.raises(SettingError, match="keep_best and patience need evaluations"):
         grpo_train.Config(eval_every=0, patience=3)
+
+
+def test_logs_are_not_thrown_away_where_there_is_nothing_to_go_on_from(start, cut):
+    before = (cut / "metrics.jsonl").read_text()
+    for path in checkpoints(cut):
+        (path / "manifest.json").unlink()
+    with pytest.raises(SettingError, match="has no checkpoint that is whole: there is nothing to go on from; begin anew with --overwrite_output_dir"):
+        grpo_train.train(settings_of(start, cut, resume=True))
+    assert (cut / "metrics.jsonl").read_text() == before
+
+
+def test_a_damaged_checkpoint_of_a_later_step_is_not_kept_in_place_of_a_new_one(start, cut):
+    (cut / "checkpoint-4" / "manifest.json").unlink()
+    grpo_train.train(settings_of(start, cut, resume=True, keep_checkpoints=1, num_steps=4))
+    assert [p.name for p in checkpoints(cut)] == ["checkpoint-8"]
