@@ -103,8 +103,9 @@ class TokenBudget:
 
 
 def free_memory():
-    gc.collect()  # graphs that an error left in cycles
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        gc.collect()  # graphs that an error left in cycles
+        torch.cuda.empty_cache()
 
 
 def within_memory(accelerator, scorer, rollout, budget, one_batch):
