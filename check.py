@@ -14,13 +14,13 @@ from config import SettingError, resolved, system_prompt
 from data import pad_left
 from generation import GroupDecoder, rollout_uniforms
 from output import refuse_used
-from rewards import ANSWER_FORMATS, compute_rewards, right_answers
-from training import check_positions, load_model, load_tokenizer, prepare_problems, rollout_dtype
+from rewards import ANSWER_FORMATS, compute_rewards, reward_columns, right_answers
+from training import check_positions, load_model, load_tokenizer, prepare_problems, rollout_dtype, steps_to_do
 
 PROMPTS = 32
 
 
-def report(config, functions, steps_to_do):
+def report(config, functions):
     """Print the check; raises SettingError where training cannot work."""
     print(yaml.safe_dump({k: v for k, v in resolved(config).items() if k not in ("versions", "commit")}, sort_keys=False))
     pending = config.warm_start != "none" and not (Path(config.output_dir) / "warm_start" / "warm_start.json").exists()
@@ -77,9 +77,8 @@ def _template(problem, tokenizer, config, chosen):
 def _memory(model, config, device):
     count = sum(p.numel() for p in model.parameters())
     trained = count if not config.lora_r else 0
-    moments = 2 if config.optimizer == "adamw_8bit" else 8
     parts = {
-        "policy": count * (model.dtype.itemsize if config.lora_r else 4), "gradients": 4 * trained, "moments": moments * trained,
+        "policy": count * (model.dtype.itemsize if config.lora_r else 4), "gradients": 4 * trained, "moments": config.moment_bytes * trained,
         "sampler": count * model.dtype.itemsize,
         "reference": count * model.dtype.itemsize if config.beta > 0 else 0,
     }  # fmt: skip
@@ -103,7 +102,7 @@ def _available():
 
 def _disk(model, config):
     count = sum(p.numel() for p in model.parameters())
-    bytes_each = count * (4 + (0 if config.lora_r else 2 if config.optimizer == "adamw_8bit" else 8) + (model.dtype.itemsize if config.beta > 0 else 0))
+    bytes_each = count * (4 + (0 if config.lora_r else config.moment_bytes) + (model.dtype.itemsize if config.beta > 0 else 0))
     folder = Path(config.output_dir).resolve()
     while not folder.exists():
         folder = folder.parent
@@ -153,11 +152,7 @@ def _gold(problems, functions, config, chosen):
 
 
 def _paid(functions, problems, texts, config):
-    columns = dict(
-        prompts=[[{"role": "user", "content": p.problem.question}] for p in problems], completion_ids=[[0] * 8 for _ in texts],
-        completions=[[{"role": "assistant", "content": t}] for t in texts], answer=[p.problem.answer for p in problems],
-        solution=[p.problem.answer for p in problems], answer_format=config.answer_format,
-    )  # fmt: skip
+    columns = reward_columns([p.problem for p in problems], texts, [[0] * 8 for _ in texts], config.answer_format)
     totals, _ = compute_rewards(functions, timeout=config.reward_timeout, **columns)
     return totals
 

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import RunError, SettingError, resolved
-from output import FINISHED, save_model
-from processes import whole
-from training import merged_state
+from output import FINISHED, keep_best, save_model
+from processes import largest, whole
+from training import held_out_accuracy, merged_state
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
 # Settings that a resumed run may have otherwise without a word: they change no weight.
@@ -65,7 +65,7 @@ class Stop:
 
     def agreed(self):
         """The same on all processes, which must all call it: a signal may reach one of them only."""
-        return max(gather_object([self.asked()]))
+        return largest(self.asked())
 
 
 # Writing
@@ -115,8 +115,12 @@ def damage(folder):
 
 def checkpoints(output_dir):
     """The checkpoint folders of a run, newest first."""
-    found = [(int(p.name.removeprefix("checkpoint-")), p) for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path):
+    return int(path.name.removeprefix("checkpoint-"))
 
 
 def data_fingerprint(problems):
@@ -145,10 +149,9 @@ class Checkpoints:
         """Before the first step: room for one checkpoint more than there are."""
         trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         whole_model = sum(p.numel() for name, p in self.policy.named_parameters() if ".lora_" not in name)
-        moments = 8 if isinstance(self.optimizer, torch.optim.AdamW) else 2
         reference = sum(p.numel() * p.element_size() for p in self.reference.parameters()) if self.reference is not None else 0
-        needed, free = 4 * whole_model + moments * trained + reference, shutil.disk_usage(self.folder).free
-        if max(gather_object([float(needed > free)])):
+        needed, free = 4 * whole_model + self.config.moment_bytes * trained + reference, shutil.disk_usage(self.folder).free
+        if largest(needed > free):
             remedy = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
             raise SettingError("save_every", self.config.save_every, remedy)
 
@@ -195,9 +198,9 @@ class Checkpoints:
         temporary.rename(target)
         _sync(self.folder)
         shutil.rmtree(self.folder / OLD, ignore_errors=True)
-        numbered = {path: int(path.name.removeprefix("checkpoint-")) for path in checkpoints(self.folder)}
-        kept = [path for path, number in numbered.items() if number <= state["step"]][: self.config.keep_checkpoints or None]
-        for path in numbered.keys() - kept:  # older ones, and those of a time that this run has gone back behind
+        there = checkpoints(self.folder)
+        kept = [path for path in there if _step_of(path) <= state["step"]][: self.config.keep_checkpoints or None]
+        for path in set(there) - set(kept):  # older ones, and those of a time that this run has gone back behind
             shutil.rmtree(path, ignore_errors=True)
 
     def _optimizer_state(self, keep):
@@ -236,6 +239,15 @@ class Checkpoints:
         budget.restore(done.get("budget"))
         self._say(f"going on from {path}, after step {done['step']}")
         return done
+
+    def make_up_evaluation(self, decoder, held_out, stop, log, done):
+        """The evaluation that a signal cut off, and the line of its step, which waited for it."""
+        evaluation = held_out_accuracy(self.accelerator, decoder, held_out, self.config, stop)
+        if evaluation is None:
+            leave(stop, self, None)
+        log.write(done.pop("metrics") | evaluation)
+        keep_best(self.config, self.folder, self.accelerator, self.policy, self.tokenizer, evaluation, done)
+        done["evaluate"] = False
 
     def _say(self, text):
         if self.accelerator.is_main_process:
@@ -359,7 +371,7 @@ def check_bad_steps(config, bad, metrics):
 
 def leave(stop, checkpoints, done):
     """Save what is finished and is not saved yet, and end with 128 + the signal. All processes must call it."""
-    number = max(gather_object([stop.asked()]))
+    number = stop.agreed()
     if done is not None:
         checkpoints.save(done)
     if checkpoints.accelerator.is_main_process:

@@ -157,6 +157,11 @@ class TrainConfig:
         if self.eval_every and not self.eval_problems:
             raise SettingError("eval_problems", 0, "evaluation needs held-out problems; set eval_every 0 to do without it")
 
+    @property
+    def moment_bytes(self):
+        """Bytes a weight of the optimiser's moments."""
+        return 2 if self.optimizer == "adamw_8bit" else 8
+
 
 def check(config, names, good, remedy):
     """Every named field of `config` must satisfy `good`; NaN satisfies nothing that compares."""

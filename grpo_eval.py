@@ -24,13 +24,13 @@ from tqdm import tqdm
 from api import complete, connect
 from compare import Side, compare, compare_two, over_questions, sampled_statistics
 from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
-from data import QUESTION, DataError, EncodedProblem, encode_prompts, load_problems, pad_left
+from data import QUESTION, DataError, EncodedProblem, encode_prompts, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES
 from processes import end_with_parent, launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
 from solver import load_solver, readable, solve
-from training import check_positions, load_model, load_tokenizer, rollout_dtype
+from training import check_positions, load_model, load_tokenizer, problems_of, rollout_dtype
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
 FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "grading": "number", "system_prompt_file": None,
@@ -187,8 +187,7 @@ def evaluate(config):
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device = accelerator.device
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
-    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
+    problems = problems_of(config)
     asked, skipped = encode_prompts(problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config))
     folder = new_folder(config, config.model)
     model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
@@ -220,8 +219,7 @@ def evaluate(config):
 
 def evaluate_server(config):
     """The same evaluation of a server's model: it gets the messages, and its own chat template makes the prompt of them."""
-    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
-    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns)
+    problems = problems_of(config)
     server = connect(config.api, config.api_model, os.environ.get("OPENAI_API_KEY", ""), config.api_timeout)
     folder = new_folder(config, server.model)
     system = [{"role": "system", "content": system_prompt(config)}]

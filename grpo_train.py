@@ -26,12 +26,11 @@ from checkpoint import FREE, Checkpoints, Stop, check_bad_steps, leave
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file, write_whole
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
-from hub import push
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
-from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, right_answers
+from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, reward_columns, right_answers
 from training import (
     Scorer,
     Stopwatch,
@@ -44,7 +43,6 @@ from training import (
     load_tokenizer,
     make_optimizer,
     make_scorer,
-    merged_state,
     prepare_problems,
     problem_batch,
     refresh,
@@ -222,7 +220,7 @@ def train(config):
     steps = steps_to_do(config, len(problems))
     total = steps * config.outer_iterations
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
-    budget = TokenBudget(config, policy, optimizer)
+    budget = TokenBudget(config, policy)
     folder, held = open_output(config, accelerator)
     checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS)
     done = checkpoints.resume(total, budget) if config.resume else None  # what is finished, and what of it is saved
@@ -238,12 +236,7 @@ def train(config):
             f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
     if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
-        evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
-        if evaluation is None:
-            leave(stop, checkpoints, None)
-        log.write(done.pop("metrics") | evaluation)
-        keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
-        done["evaluate"] = False
+        checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
     for step in range(done["step"], total):
@@ -268,20 +261,7 @@ def train(config):
         # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
         score(functions, sampled, config, step, gather_object)
         all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-        extra = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
-        for retry in range(1, config.dynamic_sampling + 1):
-            dead = all_equal(all_rewards.view(-1, config.num_generations)).nonzero().flatten().tolist()
-            if not dead:
-                break
-            for i, fresh in zip(dead, problem_batch(len(problems), len(dead), place, config.seed), strict=True):
-                batch[i] = problems[fresh]
-            place += len(dead)
-            if again := [i for i in dead if i in own]:
-                new = sample(decoder, batch, again, config, step, retry)
-                score(functions, new, config, step)
-                sampled.replace([i - own.start for i in again], new, decoder.tables.pad_id)
-            all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-            extra = {"extra_rollouts": retry, "replaced_groups": extra["replaced_groups"] + len(dead)}
+        all_rewards, place, extra = give_way(decoder, functions, problems, batch, own, place, sampled, all_rewards, config, step)
         mine, rollout, completions, texts, rewards, parts = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
@@ -342,12 +322,7 @@ def train(config):
             break
 
     log.close()
-    state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        finish(config, folder, policy, tokenizer, state, len(held_out), done["step"])
-    accelerator.wait_for_everyone()
-    if config.push_to_hub and accelerator.is_main_process:
-        print(f"uploaded to {push(config, folder)}")
+    finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
     stop.close()
     return folder
 
@@ -361,7 +336,7 @@ def warm_start(config, accelerator, stop):
     sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), **how})
     note, settings = folder / "warm_start.json", {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE}
     whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
-    if not max(gather_object([whole])):
+    if not largest(whole):
         if accelerator.is_main_process:
             note.unlink(missing_ok=True)
         sft_train.train(sft, stop)
@@ -409,18 +384,30 @@ def sample(decoder, batch, groups, config, step, retry=0):
 def score(functions, sampled, config, step, gather=lambda values: []):
     """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
     problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
-    sampled.rewards, sampled.parts = compute_rewards(
-        functions,
-        prompts=[[{"role": "user", "content": p.question}] for p in problems],
-        completions=[[{"role": "assistant", "content": text}] for text in sampled.texts],
-        step=step + 1,
-        timeout=config.reward_timeout,
-        gather=gather,  # another process may hold what a function does not abstain from
-        completion_ids=[ids for ids, _ in sampled.completions],
-        answer=[p.answer for p in problems],
-        solution=[p.answer for p in problems],
-        answer_format=config.answer_format,
-    )
+    columns = reward_columns(problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format)
+    sampled.rewards, sampled.parts = compute_rewards(functions, step=step + 1, timeout=config.reward_timeout, gather=gather, **columns)
+
+
+def give_way(decoder, functions, problems, batch, own, place, sampled, all_rewards, config, step):
+    """Dynamic sampling: groups whose rewards are all equal are replaced by fresh problems, in `batch` and in `sampled`, as often as the settings allow.
+
+    Returns all processes' rewards, the next place in the data, and what to log. The same on any number of processes.
+    """
+    replaced = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
+    for retry in range(1, config.dynamic_sampling + 1):
+        dead = all_equal(all_rewards.view(-1, config.num_generations)).nonzero().flatten().tolist()
+        if not dead:
+            break
+        for i, fresh in zip(dead, problem_batch(len(problems), len(dead), place, config.seed), strict=True):
+            batch[i] = problems[fresh]
+        place += len(dead)
+        if again := [i for i in dead if i in own]:
+            new = sample(decoder, batch, again, config, step, retry)
+            score(functions, new, config, step)
+            sampled.replace([i - own.start for i in again], new, decoder.tables.pad_id)
+        all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
+        replaced = {"extra_rollouts": retry, "replaced_groups": replaced["replaced_groups"] + len(dead)}
+    return all_rewards, place, replaced
 
 
 def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget):
@@ -592,7 +579,7 @@ def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
     debug_every()
     if config.check:
-        return check_run.report(config, reward_functions(config), steps_to_do)
+        return check_run.report(config, reward_functions(config))
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

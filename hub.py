@@ -1,6 +1,5 @@
 """The model card of a run, and the upload of a finished model to the Hugging Face hub."""
 
-import json
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -8,6 +7,7 @@ from scipy import stats
 
 from config import RunError, resolved, system_prompt
 from data import HUB
+from plots import read_metrics
 
 UPLOADED = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.jinja", "README.md", "adapter/*",
             "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.py"]  # fmt: skip
@@ -18,8 +18,8 @@ RECIPE = ("answer_format reward_set reward batch_size num_generations max_comple
 
 def model_card(config, folder, held_out):
     """The card as text: what was trained on what and how, what came out with 95% intervals, how to load it; every number is the run's own."""
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    settings, last = resolved(config), lines[-1]
+    lines, settings = read_metrics(folder), resolved(config)
+    last = lines[-1]
     name = config.hub_model_id or Path(folder).resolve().name
     method = ("GRPO with M3PO" if getattr(config, "m3po_lambda", 0) else "GRPO") if hasattr(config, "num_generations") else "supervised fine-tuning"
     dataset = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]

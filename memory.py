@@ -32,8 +32,8 @@ def micro_batches(rollout, token_budget):
 class TokenBudget:
     """How many tokens, padding in, go through the model at once in the update of `policy`; `tokens` is None until there is a rollout to try it on."""
 
-    def __init__(self, config, policy, optimizer):
-        self.tokens, self.policy, self.optimizer = config.micro_batch_tokens, policy, optimizer
+    def __init__(self, config, policy):
+        self.tokens, self.policy, self.moment_bytes = config.micro_batch_tokens, policy, config.moment_bytes
         self.recomputes, self.may_recompute = False, config.gradient_checkpointing == "auto"
         if config.gradient_checkpointing == "on":
             self.recompute()
@@ -99,7 +99,7 @@ class TokenBudget:
     def _moments(self, trained):
         """Bytes of the optimiser's moments, which its first step will take."""
         local = [p.to_local() if hasattr(p, "to_local") else p for p in trained]
-        return sum(p.numel() for p in local) * (8 if isinstance(self.optimizer, torch.optim.AdamW) else 2)
+        return sum(p.numel() for p in local) * self.moment_bytes
 
 
 def free_memory():

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from config import RunError, SettingError, resolved, write_whole
-from hub import model_card
+from hub import model_card, push
 from plots import draw, read_metrics
 from training import merged_state
 
@@ -125,7 +125,7 @@ class Trackers:
     """
 
     def __init__(self, config, folder):
-        self.started, self.steps = {}, {}
+        self.started = {}
         settings = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved(config).items()}
         for name in config.report_to or ():
             self._try(name, self._start, LOGGER_TYPE_TO_CLASS[name], config, folder, settings)
@@ -179,15 +179,23 @@ def keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
     return False
 
 
-def finish(config, folder, policy, tokenizer, state, held_out, steps):
-    """Save the trained model with its card, in the dtype that it came in, and note the steps that were done. On the first process only."""
-    save_model(policy, tokenizer, folder, policy.source_dtype, state)
-    if config.save_adapter:
-        save_adapter(policy, folder / "adapter")
-    write_whole(folder / "README.md", model_card(config, folder, held_out))
-    write_whole(folder / FINISHED, json.dumps({"step": steps}) + "\n")
-    (folder / ".lock").unlink(missing_ok=True)
-    print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+def finish(config, folder, accelerator, policy, tokenizer, held_out, steps):
+    """Save the trained model with its card, in the dtype that it came in, note the steps that were done, and upload it where that was asked for.
+
+    Every process must call it; the upload comes last, when the others have nothing to wait for.
+    """
+    state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
+    if accelerator.is_main_process:
+        save_model(policy, tokenizer, folder, policy.source_dtype, state)
+        if config.save_adapter:
+            save_adapter(policy, folder / "adapter")
+        write_whole(folder / "README.md", model_card(config, folder, held_out))
+        write_whole(folder / FINISHED, json.dumps({"step": steps}) + "\n")
+        (folder / ".lock").unlink(missing_ok=True)
+        print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+    accelerator.wait_for_everyone()
+    if config.push_to_hub and accelerator.is_main_process:
+        print(f"uploaded to {push(config, folder)}")
 
 
 def save_adapter(model, folder):

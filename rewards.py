@@ -290,6 +290,18 @@ def _number(value, where, completion):
     return number
 
 
+def reward_columns(problems, texts, completion_ids, answer_format):
+    """What reward functions are given beside settings, a value a completion: problems and texts of the same length."""
+    return dict(
+        prompts=[[{"role": "user", "content": p.question}] for p in problems],
+        completions=[[{"role": "assistant", "content": text}] for text in texts],
+        completion_ids=completion_ids,
+        answer=[p.answer for p in problems],
+        solution=[p.answer for p in problems],
+        answer_format=answer_format,
+    )
+
+
 def compute_rewards(functions, prompts, completions, step=None, gather=list, timeout=0.0, **columns):
     """Totals (N) = sum of weight * value, and each function's own values by name; raises RewardError rather than broadcast or guess.
 

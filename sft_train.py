@@ -15,7 +15,6 @@ from checkpoint import Checkpoints, Stop, check_bad_steps, leave
 from config import TrainConfig, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
-from hub import push
 from memory import TokenBudget, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
@@ -30,7 +29,6 @@ from training import (
     load_tokenizer,
     make_optimizer,
     make_scorer,
-    merged_state,
     prepare_problems,
     problem_batch,
     refresh,
@@ -68,10 +66,7 @@ def responses(problems, tokenizer, config):
     answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer, template_kwargs(config))
     kept = []
     for p in problems:
-        if p.problem.response:
-            text = p.problem.response
-        else:
-            text = _worked_answer(p.problem, answer_format, config)
+        text = p.problem.response or _worked_answer(p.problem, answer_format, config)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [eos]
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))
@@ -113,7 +108,7 @@ def train(config, stop=None):
     scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
     total = steps_to_do(config, len(pairs))
     optimizer, schedule = make_optimizer(policy, config, total)
-    budget = TokenBudget(config, policy, optimizer)
+    budget = TokenBudget(config, policy)
     folder, held = open_output(config, accelerator)
     checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, logs=LOGS)
     done = checkpoints.resume(total, budget) if config.resume else None
@@ -128,12 +123,7 @@ def train(config, stop=None):
     log.say(f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}")
     if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
         refresh(sampler, policy)
-        evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
-        if evaluation is None:
-            leave(stop, checkpoints, None)
-        log.write(done.pop("metrics") | evaluation)
-        keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done)
-        done["evaluate"] = False
+        checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
 
     for step in range(done["step"], total):
         if stop.agreed():
@@ -178,12 +168,7 @@ def train(config, stop=None):
         if last:
             break
     log.close()
-    state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        finish(config, folder, policy, tokenizer, state, len(held_out), done["step"])
-    accelerator.wait_for_everyone()
-    if config.push_to_hub and accelerator.is_main_process:
-        print(f"uploaded to {push(config, folder)}")
+    finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
     if outer is None:
         stop.close()
     return folder

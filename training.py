@@ -343,10 +343,15 @@ def guarded_step(accelerator, scorer, optimizer, schedule, losses, max_grad_norm
 # Problems
 
 
+def problems_of(config, **how):
+    """The problems that the settings of a training or an evaluation name."""
+    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
+    return load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, **columns, **how)
+
+
 def prepare_problems(config, tokenizer, responses=False):
     """Training and held-out problems with their prompts, and how many prompts were too long to use; problems without an answer are not held out."""
-    columns = dict(question_column=config.question_column, answer_column=config.answer_column, solution_column=config.solution_column)
-    problems = load_problems(config.dataset, config.split, limit=config.limit, seed=config.seed, responses=responses, **columns)
+    problems = problems_of(config, responses=responses)
     train, held_out = split_held_out(problems, config.eval_problems)  # a warm start leaves out the same ones
     encode = dict(system_prompt=system_prompt(config), max_prompt_length=config.max_prompt_length, chat_template_kwargs=template_kwargs(config))
     train, skipped = encode_prompts(train, tokenizer, **encode)

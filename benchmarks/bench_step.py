@@ -50,7 +50,7 @@ def our_case(case, steps, args, rates, emit):
     decoder = GroupDecoder(sampler, tokenizer, "</reasoning>", Interaction(config.m3po_lambda, config.m3po_temperature))
     scorer, ref_scorer = make_scorer(policy, decoder.tables, config), make_scorer(reference, decoder.tables, config)
     optimizer, schedule = make_optimizer(policy, config, 1000)
-    token_budget = TokenBudget(config, policy, optimizer)
+    token_budget = TokenBudget(config, policy)
     generator = torch.Generator().manual_seed(0)
     ids, mask = torch.randint(1, REAL, (B, P), generator=generator), torch.ones(B, P, dtype=torch.bool)
     laps, torch_peak = [], 0

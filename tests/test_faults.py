@@ -67,7 +67,7 @@ def test_rewards_that_say_nothing_are_warned_of_once(start, tmp_path, capsys, pa
 
 
 def check(config, capsys):
-    grpo_train.check_run.report(config, grpo_train.reward_functions(config), grpo_train.steps_to_do)
+    grpo_train.check_run.report(config, grpo_train.reward_functions(config))
     return capsys.readouterr().out
 
 

@@ -132,7 +132,7 @@ def advantages_for(out):
 
 
 def update(parts, out, advantages, config):
-    return grpo_train.update(*parts, out, advantages, config, TokenBudget(config, parts[1].model, parts[3]))
+    return grpo_train.update(*parts, out, advantages, config, TokenBudget(config, parts[1].model))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
@@ -222,7 +222,7 @@ def test_the_token_budget_is_what_the_free_memory_holds(tokenizer, prompts, monk
     """Beside gradients, moments and a part that does not grow with the tokens; the longest prompt and the longest completion are of different rows."""
     config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
     model.train()
-    budget, weights, each, fixed = TokenBudget(config, model, parts[3]), sum(p.numel() for p in model.parameters()), 30_000, 4_000_000
+    budget, weights, each, fixed = TokenBudget(config, model), sum(p.numel() for p in model.parameters()), 30_000, 4_000_000
     Card(monkeypatch, parts[1], 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
     budget.find(parts[0], parts[1], out)
@@ -236,13 +236,13 @@ def test_a_trial_that_does_not_fit_leaves_no_gradient_behind(tokenizer, prompts,
     card = Card(monkeypatch, parts[1], 10**9, 1000, 1000)
     card.room = 1000 + 2500 * max(row_lengths(out))  # a row or two fit, all of them do not
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
-    budget = TokenBudget(config, model, parts[3])
+    budget = TokenBudget(config, model)
     budget.find(parts[0], parts[1], out)
     assert budget.tokens > 1
     assert all(p.grad is None for p in model.parameters())
     card.room = 0
     with pytest.raises(RunError, match="nothing is left for the update"):
-        TokenBudget(config, model, parts[3]).find(parts[0], parts[1], out)
+        TokenBudget(config, model).find(parts[0], parts[1], out)
     assert all(p.grad is None for p in model.parameters())
 
 
