@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from answers import parse_number
-from config import SettingError
+from config import SettingError, read_yaml
 
 DRAWS = 10_000  # of a bootstrap
 SETTINGS = ("dataset", "split", "answer_format", "grading", "max_completion_length", "temperature", "top_p", "top_k", "num_samples")
@@ -123,6 +123,7 @@ def read_side(words):
         try:
             records = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
             report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+            report |= read_yaml(folder / "run_config.yaml")
         except (OSError, ValueError) as error:
             raise SettingError("compare", word, f"is not a folder that grpo_eval.py wrote ({type(error).__name__})") from error
         runs.append((records, report))

@@ -1,5 +1,6 @@
 """Session fixtures: a byte-level BPE tokenizer trained in place and tiny random models of five families. Offline, one thread."""
 
+import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +18,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from output import save_model
 
 torch.set_num_threads(1)
 
@@ -65,6 +68,14 @@ def build_model(family, tokenizer, seed=0, dtype=torch.float32):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model
+
+
+def a_model_and_problems(folder, family, tokenizer):
+    """A small random model in folder/model, and 30 problems with solutions beside it."""
+    save_model(build_model(family, tokenizer), tokenizer, folder / "model", torch.float32)
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -79,7 +79,9 @@ def write(folder, scores, prompt="hash", **report):
     rows = [{"doc_id": f"q{i}", "prompt_hash": prompt, "target": str(i), "filtered_resps": {"strict-match": [str(i) if v else "no"]},
              "exact_match": {"strict-match": [float(v)]}} for i, v in enumerate(scores)]  # fmt: skip
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "report.json").write_text(json.dumps({"dataset": "gsm8k", "split": "test", "answer_format": "xml", **report}))
+    (folder / "report.json").write_text(json.dumps({"questions": len(rows)}))
+    settings = {"dataset": "gsm8k", "split": "test", "answer_format": "xml", "temperature": 0.0, "max_completion_length": 300, **report}
+    (folder / "run_config.yaml").write_text(json.dumps(settings))
     return str(folder)
 
 
@@ -125,6 +127,8 @@ def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
         compare([a, write(tmp_path / "c", [1, 0, 1], prompt="other")])
     with pytest.raises(SettingError, match="made differently: split 'test' and 'train'"):
         compare([a, write(tmp_path / "d", [1, 0, 1], split="train")])
+    with pytest.raises(SettingError, match=r"made differently: max_completion_length 300 and 400, temperature 0\.0 and 1\.0"):
+        compare([a, write(tmp_path / "e", [1, 0, 1], temperature=1.0, max_completion_length=400)])
     with pytest.raises(SettingError, match="is not a folder that"):
         compare([a, str(tmp_path / "nowhere")])
 

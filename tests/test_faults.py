@@ -8,22 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import grpo_train
 from config import RunError, SettingError, parse_config
-from conftest import build_model
+from conftest import a_model_and_problems
 from data import DataError
-from output import save_model
 from rewards import compute_rewards
 
 
 @pytest.fixture(scope="session")
 def start(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    save_model(build_model("llama", tokenizer), tokenizer, folder / "model", torch.float32)
-    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    a_model_and_problems(folder, "llama", tokenizer)
     return folder
 
 

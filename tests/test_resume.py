@@ -20,8 +20,7 @@ import output
 import sft_train
 from checkpoint import checkpoints, damage
 from config import RunError, SettingError
-from conftest import build_model
-from output import save_model
+from conftest import a_model_and_problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,9 +28,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="session")
 def start(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    save_model(build_model("qwen2", tokenizer), tokenizer, folder / "model", torch.float32)
-    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    a_model_and_problems(folder, "qwen2", tokenizer)
     (folder / "pays.py").write_text("def pays(completions, **kwargs):\n    return [float(len(c[0]['content']) % 5) for c in completions]\n")
     return folder
 
