@@ -118,6 +118,23 @@ def test_no_child_outlives_its_parent():
     raise AssertionError("a child is still there")
 
 
+def test_a_child_that_is_busy_when_its_parent_is_killed_ends_at_its_time():
+    code = "import math_grading as m; m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process], flush=True); "
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code + "m.math_equal('9^{9^9}', '42+x', timeout=1.5)"], cwd=Path(math_grading.__file__).parent, stdout=subprocess.PIPE, text=True
+    )
+    (pid,) = json.loads(parent.stdout.readline())
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    for _ in range(60):
+        if not os.path.exists(f"/proc/{pid}") or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the child goes on without its parent")
+
+
 @pytest.mark.skipif(not MATH500.exists(), reason="MATH-500 is not beside this checkout")
 def test_math500_against_itself_and_against_its_neighbours():
     gold = [json.loads(line)["answer"] for line in MATH500.read_text().splitlines()]

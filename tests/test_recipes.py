@@ -1,6 +1,7 @@
 """Each recipe's config end to end on a small model, and what goes out of a run: trackers, the hub, a solver, TRL."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -165,6 +166,16 @@ def test_groups_without_a_signal_give_way_to_fresh_problems(start, tmp_path):
     assert "extra_rollouts" not in runs[0][0]
 
 
+def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_step(start, tmp_path, monkeypatch):
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    drawn, honest = [], grpo_train.problem_batch
+    monkeypatch.setattr(grpo_train, "problem_batch", lambda count, size, first, seed: drawn.append((first, size)) or honest(count, size, first, seed))
+    settings = dict(reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=4, eval_every=0, num_steps=3)
+    grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, **settings))
+    assert len(drawn) > 3, "some groups gave way"
+    assert all(first + size == following for (first, size), (following, _) in itertools.pairwise(drawn))
+
+
 @pytest.mark.slow
 def test_dynamic_sampling_is_the_same_on_two_processes(start, tmp_path):
     (tmp_path / "pays.py").write_text(PAYS_SOME)
@@ -327,6 +338,15 @@ def test_a_solver_answers_one_question_and_many(trained, tmp_path, capsys):
     assert [(r["prompt"], r["response"]) for r in rows] == [(s.question, s.completion) for s in many]
     with pytest.raises(SettingError, match="goes with --questions"):
         parse_config(grpo_eval.Config, ["--save_jsonl", "x"])
+
+
+def test_a_solution_is_told_apart_into_reasoning_and_answer(trained, monkeypatch):
+    solver = load_solver(str(trained))
+    ids = solver.decoder.tokenizer("<reasoning>\n3*4\n</reasoning>\n<answer>\n12\n</answer>")["input_ids"]
+    monkeypatch.setattr(solver.decoder, "complete", lambda *args, **kwargs: [[(ids, False)]])
+    found = solve("What is 3*4?", solver)
+    assert (found.reasoning, found.answer, found.finished) == ("3*4", "12", False)
+    assert readable(found) == "3*4\n\nAnswer: 12"
 
 
 # TRL
