@@ -304,12 +304,14 @@ def chat_eos_id(tokenizer, chat_template_kwargs=None):
 def encode_prompts(problems, tokenizer, system_prompt, max_prompt_length, chat_template_kwargs=None):
     """The problems with their prompts, and how many were left out because theirs is longer than max_prompt_length tokens (none is ever cut).
 
-    Templates write their own BOS, so none is added. Raises DataError where every prompt is too long.
+    Templates write their own BOS, so none is added. Raises DataError where every prompt is too long, or one has no tokens.
     """
     kept, shortest = [], math.inf
     for problem in problems:
         prompt = build_prompt(tokenizer, problem.question, system_prompt, chat_template_kwargs)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise DataError(f"the tokenizer makes no token of the prompt {prompt[:60]!r}: it does not belong to this model")
         shortest = min(shortest, len(ids))
         if len(ids) <= max_prompt_length:
             kept.append(EncodedProblem(problem, prompt, ids))

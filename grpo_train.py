@@ -27,7 +27,7 @@ from config import SettingError, TrainConfig, check, parse_config, resolved, run
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
-from memory import TokenBudget, within_memory
+from memory import TokenBudget, peak_gib, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, reward_columns, right_answers
@@ -526,6 +526,7 @@ def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_
         "update_seconds": update_seconds,
         "rollout_tokens_per_s": tokens / rollout_seconds,
         "update_tokens_per_s": tokens / update_seconds,
+        **({"peak_gib": largest(peak_gib())} if accelerator.device.type == "cuda" else {}),
     }
 
 

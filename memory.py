@@ -102,6 +102,13 @@ class TokenBudget:
         return sum(p.numel() for p in local) * self.moment_bytes
 
 
+def peak_gib():
+    """GiB that tensors of this process took on the card at the most since this was last asked."""
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
 def free_memory():
     if torch.cuda.is_available():
         gc.collect()  # graphs that an error left in cycles

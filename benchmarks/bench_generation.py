@@ -32,6 +32,8 @@ P, T = 128, 256
 SHAPES = {
     "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
     "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+    "3b": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2),
+    "7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
 }
 VOCABULARY, REAL = 151936, 151665  # Qwen2.5's head, and the ids its tokenizer has
 
@@ -41,9 +43,10 @@ def synthetic_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")), eos_token="<eos>", pad_token="<eos>")
 
 
-def build(shape, dtype=torch.bfloat16):
+def build(shape, dtype=torch.bfloat16, kind=Qwen2Config):
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[shape], vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=0, pad_token_id=0)
+    more = dict(vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=0, pad_token_id=0)
+    config = kind(**{"tie_word_embeddings": True, **SHAPES[shape], **more})
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 

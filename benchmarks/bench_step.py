@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from bench_generation import REAL, SHAPES, build, card_rates, synthetic_tokenizer, wait
+from bench_generation import REAL, build, card_rates, synthetic_tokenizer, wait
 
 from common import ROOT, write_results
 
@@ -34,8 +34,6 @@ CASES = {  # shape, prompts, generations, completion tokens, settings
     "original-recipe-lora": ("1.5b", 7, 12, 400, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
     "7b-lora": ("7b", 8, 8, 256, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
 }
-SHAPES["7b"] = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
-SHAPES["3b"] = dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2)
 
 
 def our_case(case, steps, args, rates, emit):

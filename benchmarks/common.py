@@ -13,8 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def run_script(*words, env=None, echo=True):
-    """Run one of the project's scripts; returns the last line it printed. Its output is passed on; a failure ends the benchmark."""
+def run_script(*words, env=None, echo=True, seen=None):
+    """Run one of the project's scripts; returns the last line it printed. Its output is passed on; a failure ends the benchmark.
+
+    `seen`: a list that gets (moment, line).
+    """
     command = [sys.executable, *map(str, words)]
     print("$ python", *words, flush=True)
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True)
@@ -23,6 +26,8 @@ def run_script(*words, env=None, echo=True):
         if echo:
             print("   ", line.rstrip(), flush=True)
         last = line
+        if seen is not None:
+            seen.append((time.perf_counter(), line))
     if process.wait():
         raise SystemExit(f"failed with status {process.returncode}: python {' '.join(map(str, words))}")
     return last
