@@ -7,10 +7,6 @@ import argparse
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen
-from matplotlib import pyplot as plt
 from scipy import stats
 
 COLOURS = ("#1f6fb4", "#e0812b", "#3a9250", "#b4453f", "#7a5ca8", "#5b5b5b", "#b08a1e", "#2aa1a1")
@@ -102,13 +98,17 @@ PANELS = {
 
 def draw(runs, folder):
     """Write curves.svg and curves.png into `folder`: runs {name: lines of metrics.jsonl}. Panels of metrics that no run has are left out."""
+    import matplotlib  # only where something is drawn
+    from matplotlib.figure import Figure
+
     shown = {title: panel for title, (needs, panel) in PANELS.items() if any(series(lines, needs)[0] for lines in runs.values())}
     if not shown:
         return
     alone, columns = len(runs) == 1, 3
     rows = -(-len(shown) // columns)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(rows, columns, figsize=(10.5, 2.3 * rows), layout="constrained", squeeze=False)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 2.3 * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
         for axis, (title, panel) in zip(axes.flat, shown.items(), strict=False):
             for colour, (name, lines) in zip(COLOURS * len(runs), runs.items(), strict=False):
                 panel(axis, lines, colour, name, alone)
@@ -123,7 +123,6 @@ def draw(runs, folder):
             part = Path(folder) / f"curves.part.{kind}"
             figure.savefig(part, dpi=110, metadata={"Date": None} if kind == "svg" else None)
             part.replace(Path(folder) / f"curves.{kind}")
-        plt.close(figure)
 
 
 def main():
