@@ -44,13 +44,13 @@ def vocab_logits(model, hidden, tables=None):
 
 
 def softcap(model):
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None) or None
 
 
 def real_logits(logits, cap, num_real=None, missing=None):
     """What a head gives (..., W) -> float32 (..., num_real), as `vocab_logits` has it."""
     logits = logits[..., :num_real].float()
-    logits = torch.tanh(logits / cap) * cap if cap else logits
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
     return logits if missing is None else logits.masked_fill(missing, IMPOSSIBLE)
 
 

@@ -190,12 +190,13 @@ class Scorer(nn.Module):
     The one module that data parallelism wraps: nothing else touches policy weights while gradients are taken.
     """
 
-    def __init__(self, model, tables, bf16=False, chunk_tokens=2048, compiled=False):
+    def __init__(self, model, tables, bf16=False, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
-        self.finish = torch.compile(token_scores, dynamic=True) if compiled else token_scores
+        self.formulas = token_scores, logits_gradient
         if compiled:
             compile_layers(model)
+            self.formulas = [torch.compile(formula, dynamic=True) for formula in self.formulas]
         self.autocast = dict(device_type=model.device.type, dtype=torch.bfloat16, enabled=bf16 and model.device.type == "cuda")
 
     def forward(self, rollout, rows):
@@ -250,7 +251,9 @@ class Scorer(nn.Module):
 
     def _score(self, hidden, targets, temperature):
         logits = self.model.get_output_embeddings()(hidden)  # (m, W), the only place where they exist
-        return self.finish(logits, targets, temperature, softcap(self.model), self.tables.num_real, self.tables.missing)
+        cap = softcap(self.model)
+        numbers = [None if x is None else torch.full((), x, device=logits.device) for x in (temperature, cap)]  # a compiler would take floats to the CPU
+        return TokenScores.apply(logits, targets, *numbers, self.tables.num_real, self.tables.missing, self.formulas)
 
     def _score_checkpointed(self, *inputs):
         return checkpoint(self._score, *inputs, use_reentrant=False)
@@ -261,13 +264,39 @@ def make_scorer(model, tables, config):
     return Scorer(model, tables, config.bf16, compiled=config.torch_compile and model.device.type == "cuda" and not config.fsdp)
 
 
+class TokenScores(torch.autograd.Function):
+    """`token_scores` with a backward that keeps nothing of the logits' size but the logits, and makes one thing of it, their gradient."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, cap, num_real, missing, formulas):
+        logp, entropy, log_norm = formulas[0](logits, targets, temperature, cap, num_real, missing)
+        ctx.save_for_backward(logits, targets, log_norm)
+        ctx.rest = temperature, cap, num_real, missing, formulas[1]
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        *rest, gradient = ctx.rest
+        return gradient(*ctx.saved_tensors, grad, *rest), *[None] * 6
+
+
 def token_scores(logits, targets, temperature, cap, num_real, missing):
-    """Log-probs of the targets (m,), with gradient, and entropies, without: logits (m, W) of the whole head."""
+    """Log-probs of the targets, entropies and log-normalisers (m,): logits (m, W) of the whole head; temperature and cap are tensors (), cap may be None."""
     logits = real_logits(logits, cap, num_real, missing) / temperature
     log_norm = logits.logsumexp(-1)
-    fixed, norm = logits.detach(), log_norm.detach()
-    entropy = norm - ((fixed - norm[:, None]).exp() * fixed).sum(-1)
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy
+    entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy, log_norm
+
+
+def logits_gradient(logits, targets, log_norm, grad, temperature, cap, num_real, missing):
+    """What a gradient (m,) of the log-probs is for the logits: (one-hot - softmax) / temperature, through the soft cap; (m, W) in their dtype."""
+    probs = (real_logits(logits, cap, num_real, missing) / temperature - log_norm[:, None]).exp()
+    hot = torch.arange(probs.shape[-1], device=probs.device) == targets[:, None]
+    steps = (hot.float() - probs) * (grad / temperature)[:, None]
+    if cap is not None:
+        steps = steps * (1 - torch.tanh(logits[..., :num_real].float() / cap) ** 2)
+    return F.pad(steps, (0, logits.shape[-1] - probs.shape[-1])).to(logits.dtype)
 
 
 def compile_layers(model):

@@ -17,14 +17,17 @@ from memory import micro_batches
 from output import save_adapter, save_model
 from training import (
     Scorer,
+    TokenScores,
     add_adapters,
     check_positions,
     guarded_step,
     interaction_effect,
     load_model,
+    logits_gradient,
     make_optimizer,
     problem_batch,
     refresh,
+    token_scores,
 )
 
 G, T = 3, 24
@@ -403,3 +406,20 @@ def test_8_bit_moments_learn_as_float32_ones_do():
         moments = {state["state1" if kind == "adamw_8bit" else "exp_avg"].dtype for p, state in optimizer.state.items() if p.ndim == 2}
         assert moments == {torch.uint8 if kind == "adamw_8bit" else torch.float32}
     assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.1)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_scores_own_backward_equals_what_autograd_makes_of_the_formula(cap, compiled):
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(6, 23, generator=generator)
+    targets, grad, temperature = torch.tensor([0, 3, 7, 19, 5, 3]), torch.randn(6, generator=generator), torch.tensor(0.7)
+    numbers = temperature, None if cap is None else torch.tensor(cap), 20, torch.arange(20) == 11
+    formulas = [torch.compile(f, dynamic=True) if compiled else f for f in (token_scores, logits_gradient)]
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    logp, entropy = TokenScores.apply(ours, targets, *numbers, formulas)
+    wanted, wanted_entropy, _ = token_scores(plain, targets, *numbers)
+    (logp * grad).sum().backward()
+    (wanted * grad).sum().backward()
+    torch.testing.assert_close((logp, entropy, ours.grad), (wanted, wanted_entropy, plain.grad), atol=1e-6, rtol=1e-5)
+    assert not entropy.requires_grad and ours.grad[:, 20:].abs().max() == 0 and ours.grad[:, 11].abs().max() == 0
