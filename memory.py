@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from config import RunError
 from processes import largest
 
-MOST_TOKENS = 16384  # that go through the model at once where nobody says: larger products are no faster
+MOST_TOKENS = 8192  # that go through the model at once where nobody says: larger products are no faster
 ENOUGH_TOKENS = 4096  # with fewer than these at once, recomputing activations is the better bargain
 REMEDIES = "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
 

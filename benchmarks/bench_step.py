@@ -128,6 +128,7 @@ def main():
     parser.add_argument("--micro_batch_tokens", type=int, help="default: what memory holds")
     parser.add_argument("--compiled", default="true", choices=["true", "false"])
     parser.add_argument("--trl", default="true", choices=["true", "false"])
+    parser.add_argument("--name", default="bench_step", help="of the result file")
     args = parser.parse_args()
     rows = []
 
@@ -146,7 +147,7 @@ def main():
             trl_case(case, args.steps, emit)
             gc.collect()
             torch.cuda.empty_cache()
-    write_results("bench_step", rows)
+    write_results(args.name, rows)
 
 
 if __name__ == "__main__":
