@@ -6,6 +6,7 @@ A rollout is a prefill of the prompts and decode steps; one step is: sample, end
 Nothing in a step waits for the device. On CUDA a step is captured once for each number of rows, and replayed.
 """
 
+import functools
 import os
 import time
 from collections import deque
@@ -51,9 +52,14 @@ class Rollout:
     def lengths(self):
         return self.mask.sum(-1)  # (N,)
 
+    @functools.cached_property
+    def sizes(self):
+        """Tokens of each row's prompt and of each row's completion: two lists of N; the host asks the device for them once."""
+        return self.prompt_mask.sum(-1).repeat_interleave(self.num_generations).tolist(), self.lengths.tolist()
+
     def completions(self):
         """N pairs (ids up to and including EOS, whether EOS came)."""
-        rows = [row[:length] for row, length in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)]
+        rows = [row[:length] for row, length in zip(self.ids.tolist(), self.sizes[1], strict=True)]
         return list(zip(rows, self.ended.tolist(), strict=True))
 
     def with_groups(self, places, other, pad_id):

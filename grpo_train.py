@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 
 import check as check_run
 import sft_train
+from backbones import send
 from checkpoint import FREE, Checkpoints, Stop, check_bad_steps, leave
 from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file, write_whole
 from data import pad_left
@@ -427,11 +428,12 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     def one_batch(rows, counts):
         """Gradients of one micro-batch, added to those that are there; returns sums over its tokens."""
         logp, entropy = scorer(rollout, rows)
+        chosen, rows = rows, send(rows, mask.device)
         if iteration == 0:
             old_logp[rows] = logp.detach()
             if ref_scorer is not None:
                 with torch.no_grad():
-                    ref_logp[rows] = ref_scorer(rollout, rows)[0]
+                    ref_logp[rows] = ref_scorer(rollout, chosen)[0]
         importance = importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap) if config.rollout_is == "token" else None
         loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high, beta=config.beta,
                                 ref_logp=ref_logp[rows], importance=importance)  # fmt: skip

@@ -91,9 +91,8 @@ def start_processes(config):
     """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
     end_with_parent()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-    # processes differ in their number of forwards; gradients lie in the buckets that are exchanged, not there as well
-    how = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[how])
+    no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
     torch.manual_seed(config.seed)
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 from transformers.pytorch_utils import Conv1D
 
-from backbones import check_head, model_body, real_logits, softcap, vocab_logits
+from backbones import check_head, model_body, real_logits, send, softcap, vocab_logits
 from config import RunError, SettingError, system_prompt, template_kwargs
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
 from generation import Interrupted, draw
@@ -200,49 +200,48 @@ class Scorer(nn.Module):
         self.autocast = dict(device_type=model.device.type, dtype=torch.bfloat16, enabled=bf16 and model.device.type == "cuda")
 
     def forward(self, rollout, rows):
-        """rollout, row indices (n,) -> log-probs and entropies (n, T) float32 at the sampling temperature, 0 where masked.
+        """rollout, list of n row indices -> log-probs and entropies (n, T) float32 at the sampling temperature, 0 where masked.
 
         Log-probs carry gradient, entropies none.
         """
         with torch.autocast(**self.autocast):
-            hidden, mask = self.hidden(rollout, rows)
-            targets = rollout.ids[rows][:, : mask.shape[1]][mask]
+            hidden, row, token = self.hidden(rollout, rows)
+            targets = rollout.ids[send(rows, hidden.device)[row], token]
             score = self._score_checkpointed if torch.is_grad_enabled() else self._score
             pieces = [score(h, t, rollout.temperature) for h, t in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)]
         scores = torch.zeros(2, len(rows), rollout.ids.shape[1], device=hidden.device)
-        place = torch.zeros_like(scores[0], dtype=torch.bool)
-        place[:, : mask.shape[1]] = mask
         logp, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
-        return scores[0].masked_scatter(place, logp), scores[1].masked_scatter(place, entropy)
+        return scores[0].index_put((row, token), logp), scores[1].index_put((row, token), entropy)
 
     def hidden(self, rollout, rows):
-        """Hidden states (M, E) from which the M unmasked completion tokens of `rows` are predicted, and their mask (n, T' <= T).
+        """Hidden states (M, E) from which the M completion tokens of `rows` are predicted, and which token (M,) of which of the rows (M,) each is.
 
         Each row starts at position 0 (prompt, completion, padding at the right), so that positions are 0, 1, ... and causal attention
-        needs no mask at all: what follows a row's end can reach nothing before it.
+        needs no mask at all: what follows a row's end can reach nothing before it. The host knows all sizes, and waits for nothing here.
         """
-        G = rollout.num_generations
-        length = max(int(rollout.mask[rows].sum(-1).max()), 1)
-        mask = rollout.mask[rows, :length]
-        prompt_mask = rollout.prompt_mask[rows // G]
-        inputs = torch.cat([self._embed(rollout.prompt_ids[rows // G]), self._completion_inputs(rollout, rows, length)], dim=1)  # (n, P + T', E)
-        prompt_length = prompt_mask.sum(-1, keepdim=True)
-        steps = torch.arange(int((prompt_length.squeeze(1) + mask.sum(-1)).max()) - 1, device=inputs.device)  # the last token predicts nothing
-        source = (prompt_mask.shape[1] - prompt_length + steps).clamp(max=inputs.shape[1] - 1)  # (n, L), past the padding on the left
-        inputs = inputs.gather(1, source[..., None].expand(-1, -1, inputs.shape[-1]))
+        device, rows = rollout.ids.device, torch.as_tensor(rows)
+        prompts, lengths = (torch.tensor([sizes[n] for n in rows.tolist()]) for sizes in rollout.sizes)
+        length, total = max(int(lengths.max()), 1), int((prompts + lengths).max()) - 1  # the last token predicts nothing
+        prompt_ids = rollout.prompt_ids[send(rows // rollout.num_generations, device)]
+        inputs = torch.cat([self._embed(prompt_ids), self._completion_inputs(rollout, rows, length)], dim=1)  # (n, P + T', E)
+        source = (prompt_ids.shape[1] - prompts[:, None] + torch.arange(total)).clamp(max=inputs.shape[1] - 1)  # (n, L), past the padding on the left
+        inputs = inputs.gather(1, send(source, device)[..., None].expand(-1, -1, inputs.shape[-1]))
         states = model_body(self.model)(inputs_embeds=inputs, use_cache=False).last_hidden_state  # (n, L, E)
-        row, token = mask.nonzero(as_tuple=True)
-        return states[row, prompt_length[row, 0] - 1 + token], mask
+        row = torch.arange(len(rows)).repeat_interleave(lengths)
+        token = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        row, token, place = send(torch.stack([row, token, prompts[row] - 1 + token]), device)
+        return states[row, place], row, token
 
     def _completion_inputs(self, rollout, rows, length):
         """Inputs (n, T', E) of the completion tokens, blended over their whole groups where paths interacted."""
+        G, device = rollout.num_generations, rollout.ids.device
         if rollout.mix is None:
-            return self._embed(rollout.ids[rows, :length])
-        G = rollout.num_generations
+            return self._embed(rollout.ids[send(rows, device), :length])
         groups, place = torch.unique(rows // G, return_inverse=True)
+        groups, place, path = send(groups, device), send(place, device), send(rows % G, device)
         ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(1, 2)  # (g, T', G)
         inputs = blend(self._embed(ids), rollout.mix[groups, :length], rollout.lambda_blend)  # (g, T', G, E)
-        return inputs[place, :, rows % G]
+        return inputs[place, :, path]
 
     def _embed(self, ids):
         """The embedding module's output (Gemma scales it), in the dtype that the sampler has it in."""
@@ -256,7 +255,7 @@ class Scorer(nn.Module):
         return TokenScores.apply(logits, targets, *numbers, self.tables.num_real, self.tables.missing, self.formulas)
 
     def _score_checkpointed(self, *inputs):
-        return checkpoint(self._score, *inputs, use_reentrant=False)
+        return checkpoint(self._score, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing there is random
 
 
 def make_scorer(model, tables, config):
@@ -320,9 +319,8 @@ def interaction_effect(scorer, rollout, uniforms):
     steps = sorted({0, min(1, len(rollout.mix[0]) - 1), int((rollout.mix[0].amax((1, 2)) - rollout.mix[0].sum((1, 2)) / G**2).argmax())})
     others, similar, divergence = [], [], torch.zeros(G)
     for g in range(G):
-        row = torch.tensor([g], device=rollout.ids.device)
         with torch.autocast(**scorer.autocast):
-            logits = [vocab_logits(scorer.model, scorer.hidden(r, row)[0], scorer.tables) for r in (rollout, plain)]
+            logits = [vocab_logits(scorer.model, scorer.hidden(r, [g])[0], scorer.tables) for r in (rollout, plain)]
         heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
         others.append(draw(alone, uniforms[g, : len(alone)].to(alone.device))[0].tolist())
         divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()

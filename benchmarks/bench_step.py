@@ -141,6 +141,7 @@ def main():
     emit("card", "matrix_rate", rates[1] / 1e12, "TFLOP/s")
     for case in args.cases:
         our_case(case, args.steps, args, rates, emit)
+        torch._dynamo.reset()  # a case has its own compiled layers, as a run has
         gc.collect()
         torch.cuda.empty_cache()
         if args.trl == "true" and case == "1.5b-8x8":

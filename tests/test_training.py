@@ -145,9 +145,18 @@ def test_micro_batches_hold_every_row_once_within_the_budget(llama, tokenizer, p
     lengths = out.prompt_mask.sum(-1).repeat_interleave(G) + out.lengths
     for budget in (1, 60, 200, 10**6):
         batches = micro_batches(out, budget)
-        assert sorted(n for rows in batches for n in rows.tolist()) == list(range(len(out.ids)))
+        assert sorted(n for rows in batches for n in rows) == list(range(len(out.ids)))
         assert all(len(rows) == 1 or len(rows) * int(lengths[rows].max()) <= budget for rows in batches)
     assert len(micro_batches(out, 10**6)) == 1
+
+
+def test_micro_batches_are_about_as_large_as_each_other(monkeypatch):
+    """64 rows of 384 tokens at 8,192 are four batches of 16, not three of 21 and one row alone."""
+    rollout = SimpleNamespace(sizes=([128] * 64, [256] * 64))
+    assert [len(rows) for rows in micro_batches(rollout, 8192)] == [16] * 4
+    rollout = SimpleNamespace(sizes=([10] * 5, [90, 10, 20, 30, 40]))
+    assert micro_batches(rollout, 100) == [[0], [4, 3], [2, 1]]
+
 
 
 def config_for_steps(**kwargs):
