@@ -82,14 +82,15 @@ class TokenBudget:
 
     def _try(self, accelerator, scorer, rollout):
         """Tokens that fit, the fewest of any process; 0 where one row does not. Activations grow with the tokens, copies of weights do not: two sizes tell."""
-        lengths, fits, wanted = row_lengths(rollout), None, ENOUGH_TOKENS
-        one, trained = micro_batches(rollout, 1)[0], [p for p in self.policy.parameters() if p.requires_grad]
+        lengths, fits, trained = row_lengths(rollout), None, [p for p in self.policy.parameters() if p.requires_grad]
+        wanted = ENOUGH_TOKENS if isinstance(scorer, FSDPModule) else MOST_TOKENS  # layers are compiled for what they will see
         while fits is None:
             many = micro_batches(rollout, wanted)[0]
+            few = many[: max(1, len(many) * 7 // 10)]
             for p in trained:
                 p.grad = torch.zeros_like(p)  # they are there in the real update too
             try:
-                (fewer, low), (more, high) = ((len(rows) * lengths[rows[0]], self._peak(accelerator, scorer, rollout, rows)) for rows in (one, many))
+                (fewer, low), (more, high) = ((len(rows) * lengths[rows[0]], self._peak(accelerator, scorer, rollout, rows)) for rows in (few, many))
                 torch.cuda.empty_cache()
                 free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
                 each = (high - low) / (more - fewer) if more > fewer and high > low else high / more

@@ -206,9 +206,9 @@ class Scorer(nn.Module):
         """
         with torch.autocast(**self.autocast):
             hidden, row, token = self.hidden(rollout, rows)
-            targets = rollout.ids[send(rows, hidden.device)[row], token]
             score = self._score_checkpointed if torch.is_grad_enabled() else self._score
-            pieces = [score(h, t, rollout.temperature) for h, t in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)]
+            chunks = zip(hidden.split(self.chunk_tokens), send(rows, hidden.device)[row].split(self.chunk_tokens), token.split(self.chunk_tokens), strict=True)
+            pieces = [score(h, rollout.ids[r, t], rollout.temperature) for h, r, t in chunks]
         scores = torch.zeros(2, len(rows), rollout.ids.shape[1], device=hidden.device)
         logp, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
         return scores[0].index_put((row, token), logp), scores[1].index_put((row, token), entropy)
@@ -268,7 +268,7 @@ class TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, temperature, cap, num_real, missing, formulas):
-        logp, entropy, log_norm = formulas[0](logits, targets, temperature, cap, num_real, missing)
+        logp, entropy, log_norm = formulas[0](logits.detach(), targets, temperature, cap, num_real, missing)
         ctx.save_for_backward(logits, targets, log_norm)
         ctx.rest = temperature, cap, num_real, missing, formulas[1]
         ctx.mark_non_differentiable(entropy)
@@ -277,7 +277,7 @@ class TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         *rest, gradient = ctx.rest
-        return gradient(*ctx.saved_tensors, grad, *rest), *[None] * 6
+        return gradient(*ctx.saved_tensors, grad.clone(), *rest), *[None] * 6  # a part of a larger tensor would be compiled for anew
 
 
 def token_scores(logits, targets, temperature, cap, num_real, missing):
@@ -301,6 +301,7 @@ def logits_gradient(logits, targets, log_norm, grad, temperature, cap, num_real,
 def compile_layers(model):
     """Compile the decoder layers, in place: all are one piece of code, compiled once for any number of rows and tokens."""
     torch._dynamo.config.optimize_ddp = False  # it would cut each layer where a bucket of gradients ends
+    torch._dynamo.config.recompile_limit = 16  # one row, few tokens, many: with gradients, without, and again for the reference
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in kinds:

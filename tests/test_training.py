@@ -158,7 +158,6 @@ def test_micro_batches_are_about_as_large_as_each_other(monkeypatch):
     assert micro_batches(rollout, 100) == [[0], [4, 3], [2, 1]]
 
 
-
 def config_for_steps(**kwargs):
     from grpo_train import Config
 
