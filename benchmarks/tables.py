@@ -72,6 +72,45 @@ def scoring():
     return table(["case", "sequences", "tokens", "ours: largest / mean", "plain ids: largest / mean", "made by"], rows)
 
 
+def bench_step():
+    cases, result = values("bench_step")
+    more, _ = values("bench_step_7b")
+    cases["7b-lora"] = more["7b-lora"]
+    card = cases.pop("card")
+    rows = [
+        [
+            case,
+            f"{m['step_seconds']:.2f}",
+            f"{m['rollout_seconds']:.2f}",
+            f"{m['update_seconds']:.2f}",
+            f"{m['update_share_of_matmul']:.2f}",
+            f"{m['peak_gib']:.1f}",
+        ]
+        for case, m in cases.items()
+    ]
+    trl = cases["1.5b-8x8"]
+    text = table(["case", "step, s", "rollout, s", "update, s", "share of the matrix rate", "peak GiB"], rows)
+    return text + (
+        f"\n\nTRL's trainer with `generate` on the work of 1.5b-8x8, in the same call: {trl['trl_step_seconds']:.2f} s a step "
+        f"({trl['trl_step_seconds'] / trl['step_seconds']:.1f} times ours), {trl['trl_peak_gib']:.1f} GiB with bf16 weights and moments. "
+        f"The card multiplies {card['matrix_rate']:.0f} TFLOP/s. 7b-lora is of another call. `{where(result)}`."
+    )
+
+
+def bench_gpus():
+    cases, result = values("bench_gpus")
+    rows = [
+        [
+            case, f"{m['step_seconds']:.2f}", f"{m['completions_per_s']:.1f}", f"{m['speedup']:.3f}" if "speedup" in m else "",
+            f"{m['speedup_predicted']:.2f}" if "speedup_predicted" in m else "", f"{m['peak_gib']:.1f}",
+        ] if "step_seconds" in m else [case, "", "", "", f"{m['speedup_predicted']:.2f}", ""]
+        for case, m in cases.items() if " on " in case
+    ]  # fmt: skip
+    rate = next(m["all_reduce_rate"] for m in cases.values() if "all_reduce_rate" in m)
+    text = table(["case, GPUs", "step, s", "completions/s", "speedup", "predicted", "peak GiB"], rows)
+    return text + f"\n\nAn all-reduce over two cards moves {rate:.0f} GB/s of gradients. `{where(result)}`."
+
+
 def bench_generation_cpu():
     cases, result = values("bench_generation_cpu")
     rows = [[case, *(f"{m[k]:,.0f}" for k in ("tokens_per_s", "tokens_per_s_m3po", "generate_tokens_per_s"))] for case, m in cases.items()]
@@ -129,7 +168,7 @@ def harness():
     return "\n\n".join(lines)
 
 
-TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring, bench_generation, bench_generation_cpu, kill, harness)}
+TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring, bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness)}
 
 
 def rendered(readme):
