@@ -242,7 +242,7 @@ class Checkpoints:
 
     def make_up_evaluation(self, decoder, held_out, stop, log, done):
         """The evaluation that a signal cut off, and the line of its step, which waited for it."""
-        evaluation = held_out_accuracy(self.accelerator, decoder, held_out, self.config, stop)
+        evaluation = held_out_accuracy(self.accelerator, decoder, held_out, self.config, stop, log, done["step"])
         if evaluation is None:
             leave(stop, self, None)
         log.write(done.pop("metrics") | evaluation)

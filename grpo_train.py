@@ -32,6 +32,7 @@ from memory import TokenBudget, peak_gib, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, reward_columns, right_answers
+from tokens import token_pieces
 from training import (
     Scorer,
     Stopwatch,
@@ -90,6 +91,7 @@ class Config(TrainConfig):
     warn_after: int = setting(10, "steps after which a run that earns nothing, or only for its format, is warned of; 0: never")
     check: bool = setting(False, "print what the run would do, what it needs and what the rewards pay, and train nothing")
     log_groups: int = setting(1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl")
+    inspect_every: int = setting(10, "M3PO: the first group of every N-th step is read again with nobody heard, for report.html; 0: never")
     m3po_lambda: float = setting(0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO")
     m3po_temperature: float = setting(0.1, "of the softmax over peers: small listens to the most alike only")
     m3po_similarity: str = setting("distribution", "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)")
@@ -102,7 +104,7 @@ class Config(TrainConfig):
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
         check(self, "temperature", lambda v: 1e-3 <= v < math.inf, "must be positive, at least 0.001 (greedy paths of one prompt are all the same)")
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check(self, "beta log_groups dynamic_sampling reward_timeout warn_after", lambda v: 0 <= v < math.inf, "must be finite and not negative")
+        check(self, "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
@@ -242,7 +244,7 @@ def train(config):
 
     for step in range(done["step"], total):
         first = {}
-        if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop)):
+        if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0)):
             done["best"] = first["eval_accuracy"]
             log.say(f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}")
         watch = Stopwatch(accelerator.device)
@@ -270,8 +272,7 @@ def train(config):
 
         # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
         learning_rate = schedule.get_last_lr()[0]
-        looks_inside = debug_every() and step % debug_every() == 0 and accelerator.is_main_process
-        explained = explain_first_group(decoder, Scorer(sampler, decoder.tables), rollout, step, config) if looks_inside else None
+        inside = look_inside(decoder, Scorer(sampler, decoder.tables), rollout, step, config) if accelerator.is_main_process else None
         watch.lap()
         update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget)
         shown = refresh(sampler, policy)
@@ -299,18 +300,18 @@ def train(config):
             metrics |= {f"{name}_before": value for name, value in first.items() if name != "eval_questions"}
         done |= {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
-            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
+            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop, log, step + 1)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
             if keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
                 log.say(f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends")
                 last = True
-        log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config)
+        log_rollouts(accelerator, folder, step, decoder.tokenizer, sampled, advantages, config, inside and inside["alone"])
         if done["evaluate"]:
             done["metrics"] = metrics
         else:
             log.write(metrics)
-        if explained:
-            log.say(explained)
+        if debug_every() and step % debug_every() == 0:
+            log.say(explain_first_group(decoder, rollout, inside, step, config, folder))
         if warning := collapse(metrics, done, config.warn_after):
             log.say(warning)
         check_bad_steps(config, bad, metrics)
@@ -532,24 +533,31 @@ def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_
     }
 
 
-def log_rollouts(accelerator, folder, step, mine, texts, completions, rollout, rewards, parts, advantages, config):
-    """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom."""
+def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, config, alone=None):
+    """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom.
+
+    alone: G lists of the ids that the first group would have had with nobody heard; where they differ, the line says so.
+    """
+    mine, rollout, completions, texts, rewards, parts = sampled
     G, records = config.num_generations, []
     first_row = shard(config.batch_size, accelerator, G).start
+    right = right_answers(texts, [p.problem.answer for p in mine for _ in range(G)], config.answer_format, config.grading)
     for n, ((ids, ended), text) in enumerate(zip(completions, texts, strict=True)):
         problem = mine[n // G].problem
         records.append({
             "schema_version": 1, "step": step + 1, "example_id": problem.id, "generation": n % G, "prompt": mine[n // G].prompt, "completion": text,
-            "answer": problem.answer, "extracted": extract_answer(text, config.answer_format),
+            "answer": problem.answer, "extracted": extract_answer(text, config.answer_format), "right": bool(right[n]),
             "reward": None if math.isnan(rewards[n]) else rewards[n], "rewards": {name: values[n] for name, values in parts.items()},
             "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",
         })  # fmt: skip
         if first_row + n < G * config.log_groups:
-            records[-1] |= {"tokens": ids, "logps": [round(v, 4) for v in rollout.logp[n, : len(ids)].tolist()],
+            records[-1] |= {"tokens": ids, "pieces": token_pieces(tokenizer, ids), "logps": [round(v, 4) for v in rollout.logp[n, : len(ids)].tolist()],
                             "think_end": int(rollout.thinking[n].sum())}  # fmt: skip
             if rollout.mix is not None:  # (length, G) weights in 1/255
                 weights = (rollout.mix[n // G, : len(ids), n % G] * 255).round().to(torch.uint8).cpu().numpy()
                 records[-1]["mix"] = base64.b64encode(weights.tobytes()).decode()
+            if alone and n < G:
+                records[-1]["alone"] = {t: tokenizer.decode([other]) for t, (i, other) in enumerate(zip(ids, alone[n], strict=True)) if i != other}
     records = gather_object(records)
     if accelerator.is_main_process:
         with open(folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
@@ -564,18 +572,25 @@ def debug_every():
     return int(value)
 
 
-def explain_first_group(decoder, scorer, rollout, step, config):
-    """The text of M3PO_DEBUG for the first group of this process."""
-    if rollout.mix is None:
-        return "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other"
+def look_inside(decoder, scorer, rollout, step, config):
+    """What the paths of the first group did to each other, in the steps where somebody wants to know; None in others, and where nobody listens."""
+    wanted = any(every and step % every == 0 for every in (config.inspect_every, debug_every()))
+    if rollout.mix is None or not wanted:
+        return None
     uniforms = rollout_uniforms(config.seed, step, 0, config.num_generations, config.max_completion_length)
-    effect = interaction_effect(scorer, rollout, uniforms)
-    G = config.num_generations
+    return interaction_effect(scorer, rollout, uniforms)
+
+
+def explain_first_group(decoder, rollout, inside, step, config, folder):
+    """The text of M3PO_DEBUG for the first group of this process."""
+    if inside is None:
+        return "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other"
+    G, inside = config.num_generations, dict(inside)
     sampled, alone = (
-        [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([ids for ids, _ in rollout.completions()[:G]], effect.pop("alone"))
+        [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([i for i, _ in rollout.completions()[:G]], inside.pop("alone"))
     )
-    text = describe_interaction(sampled, alone, rollout.mix[0], rollout.thinking[:G], rollout.input_change[:G], **effect)
-    return f"M3PO_DEBUG, step {step + 1}, first group: {text}"
+    text = describe_interaction(sampled, alone, rollout.mix[0], rollout.thinking[:G], rollout.input_change[:G], **inside)
+    return f"M3PO_DEBUG, step {step + 1}, first group: {text}\n  to see every token: {folder / 'report.html'}"
 
 
 def main():

@@ -19,11 +19,12 @@ from tqdm import tqdm
 from config import RunError, SettingError, resolved, write_whole
 from hub import model_card, push
 from plots import draw, read_metrics
+from report import write_report
 from training import merged_state
 
 FINISHED = "finished.json"
-SECONDS_BETWEEN_DRAWINGS, ENOUGH_TO_DRAW = 60, 10
-LOGS = ("metrics.jsonl", "rollouts.jsonl")
+SECONDS_BETWEEN_DRAWINGS, SHARE_OF_TIME, ENOUGH_TO_DRAW = 60, 50, 10  # drawing takes a fiftieth of a long run's time at the most
+LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
 
 
 def refuse_used(config):
@@ -73,7 +74,7 @@ class MetricsLog:
     def __init__(self, config, folder, total, shown, accelerator):
         self.active, self.shown = accelerator.is_main_process, shown
         if self.active:
-            self.folder, self.drawn = folder, time.monotonic()
+            self.folder, self.drawn, self.pause = folder, -math.inf, SECONDS_BETWEEN_DRAWINGS
             self.trackers = Trackers(config, folder)
             self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
             done = sum(1 for _ in open(folder / "metrics.jsonl", encoding="utf-8"))
@@ -87,20 +88,28 @@ class MetricsLog:
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
         self.trackers.log({k: v for k, v in clean.items() if v is not None})
-        if time.monotonic() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
+        if time.monotonic() - self.drawn > self.pause:
             self.draw()
         tqdm.write("  ".join([f"step {clean['step']}"] + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]))
         self.bar.update(clean["step"] - self.bar.n)
 
+    def write_evaluation(self, rows):
+        """One line a held-out question into evaluations.jsonl."""
+        if self.active:
+            with open(self.folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
     def draw(self):
-        """curves.svg and curves.png, from a few steps on; a run does not end for want of a picture."""
-        lines = read_metrics(self.folder)
-        if len(lines) >= ENOUGH_TO_DRAW:
-            try:
+        """The curves, from a few steps on, and report.html; a run does not end for want of a picture."""
+        started, lines = time.monotonic(), read_metrics(self.folder)
+        try:
+            if len(lines) >= ENOUGH_TO_DRAW:
                 draw({self.folder.resolve().name: lines}, self.folder)
-            except Exception as error:  # fonts, a full disk, a matplotlib of another time
-                warnings.warn(f"no curves: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
+            write_report(self.folder)
+        except Exception as error:  # fonts, a full disk, a matplotlib of another time
+            warnings.warn(f"no curves, no page: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
         self.drawn = time.monotonic()
+        self.pause = max(SECONDS_BETWEEN_DRAWINGS, SHARE_OF_TIME * (self.drawn - started))
 
     def say(self, text):
         if self.active:

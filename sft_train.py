@@ -152,7 +152,7 @@ def train(config, stop=None):
         done |= {"step": step + 1, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             refresh(sampler, policy)
-            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop)
+            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop, log, step + 1)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
             last = keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done) or last
         if done["evaluate"]:

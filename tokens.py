@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers.decoders import DecodeStream
 
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
 IMPOSSIBLE = -1e30  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
@@ -37,6 +38,12 @@ def token_bytes(tokenizer, count):
         return piece.replace("▁", " ").encode() if "▁" in decoder else piece.encode()
 
     return [content(token_id, piece) for token_id, piece in enumerate(pieces)]
+
+
+def token_pieces(tokenizer, ids):
+    """The text of each id of a completion, special tokens too; a character that several make is the last one's. Joined they are the whole text."""
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer.backend_tokenizer, i) or "" for i in ids]
 
 
 def _byte_level_alphabet():

@@ -319,14 +319,15 @@ def interaction_effect(scorer, rollout, uniforms):
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
     steps = sorted({0, min(1, len(rollout.mix[0]) - 1), int((rollout.mix[0].amax((1, 2)) - rollout.mix[0].sum((1, 2)) / G**2).argmax())})
     others, similar, divergence = [], [], torch.zeros(G)
-    for g in range(G):
-        with torch.autocast(**scorer.autocast):
-            logits = [vocab_logits(scorer.model, scorer.hidden(r, [g])[0], scorer.tables) for r in (rollout, plain)]
-        heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
-        others.append(draw(alone, uniforms[g, : len(alone)].to(alone.device))[0].tolist())
-        divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()
-        probs = logits[0].softmax(-1)
-        similar.append(torch.stack([F.normalize(probs[t], dim=-1) if t < len(probs) else torch.zeros_like(probs[0]) for t in steps]))
+    with torch.autocast(**scorer.autocast):
+        states = [scorer.hidden(r, list(range(G)))[0].split(rollout.sizes[1][:G]) for r in (rollout, plain)]
+        for g, both in enumerate(zip(*states, strict=True)):
+            logits = [vocab_logits(scorer.model, hidden, scorer.tables) for hidden in both]
+            heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
+            others.append(draw(alone, uniforms[g, : len(alone)].to(alone.device))[0].tolist())
+            divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()
+            probs = logits[0].softmax(-1)
+            similar.append(torch.stack([F.normalize(probs[t], dim=-1) if t < len(probs) else torch.zeros_like(probs[0]) for t in steps]))
     stacked = torch.stack(similar, dim=1)  # (steps, G, V)
     return {"steps": steps, "similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
 
@@ -416,10 +417,10 @@ def unless_stopped(decoder, stop, action):
     return None if stop.agreed() else result
 
 
-def held_out_accuracy(accelerator, decoder, problems, config, stop):
+def held_out_accuracy(accelerator, decoder, problems, config, stop, log, step):
     """Share of held-out problems that greedy single-path decoding gets right, and the mean length; every process decodes its part.
 
-    None where the run was told to stop meanwhile.
+    None where the run was told to stop meanwhile. The answers go into the log's evaluations.jsonl as those after `step` steps.
     """
     mine = problems[shard(len(problems), accelerator)]
     answers = unless_stopped(decoder, stop, lambda: decoder.complete([p.ids for p in mine], config.max_completion_length))
@@ -427,8 +428,16 @@ def held_out_accuracy(accelerator, decoder, problems, config, stop):
         return None
     texts = [decoder.text(*pairs[0]) for pairs in answers]
     right = right_answers(texts, [p.problem.answer for p in mine], config.answer_format, config.grading)
-    rows = gather_object([(is_right, len(pairs[0][0])) for is_right, pairs in zip(right, answers, strict=True)])
-    return {"eval_accuracy": statistics.fmean(r[0] for r in rows), "eval_length": statistics.fmean(r[1] for r in rows), "eval_questions": len(rows)}
+    rows = gather_object([
+        {"step": step, "example_id": p.problem.id, "question": p.problem.question, "answer": p.problem.answer, "right": bool(is_right),
+         "length": len(pairs[0][0]), "completion": text} for p, is_right, pairs, text in zip(mine, right, answers, texts, strict=True)
+    ])  # fmt: skip
+    log.write_evaluation(rows)
+    return {
+        "eval_accuracy": statistics.fmean(r["right"] for r in rows),
+        "eval_length": statistics.fmean(r["length"] for r in rows),
+        "eval_questions": len(rows),
+    }
 
 
 # Time

@@ -665,6 +665,30 @@ def test_debug_looks_with_the_weights_that_sampled(warm, tmp_path, monkeypatch, 
     assert [line.split()[3] for line in answers] == ["0"] * 3
 
 
+def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
+    """Beside the sampled token stands what the same draw gives with nobody heard; nowhere without M3PO, or where inspect_every says 0."""
+    out = run_short(warm, tmp_path / "out", "--inspect_every", "2", "--m3po_lambda", "0.9", "--log_groups", "2", "--eval_every", "0")
+    records = lines(out / "rollouts.jsonl")
+    read_again = {(r["step"], r["generation"]) for r in records if "alone" in r}
+    assert {step for step, _ in read_again} == {1, 3}
+    assert len(read_again) == sum("alone" in r for r in records), "the first group of a step only"
+    turned = [(r, int(t)) for r in records for t in r.get("alone", {})]
+    assert turned
+    assert all(r["pieces"][t] != r["alone"][str(t)] for r, t in turned)
+    for flags in (("--m3po_lambda", "0"), ("--inspect_every", "0")):
+        out = run_short(warm, tmp_path / flags[0], "--eval_every", "0", *flags)
+        assert not any("alone" in r for r in lines(out / "rollouts.jsonl"))
+
+
+def test_each_evaluation_leaves_its_answers(trained):
+    metrics, answers = lines(trained / "metrics.jsonl"), lines(trained / "evaluations.jsonl")
+    for step, accuracy in [(0, metrics[0]["eval_accuracy_before"]), *((m["step"], m["eval_accuracy"]) for m in metrics if "eval_accuracy" in m)]:
+        rows = [row for row in answers if row["step"] == step]
+        assert sum(row["right"] for row in rows) / len(rows) == pytest.approx(accuracy)
+        assert len({row["example_id"] for row in rows}) == len(rows)
+    assert (trained / "report.html").exists()
+
+
 def test_an_evaluation_on_the_one_file_a_model_was_trained_on_is_refused(warm, tmp_path):
     rows = [{"question": p.question, "answer": p.answer} for p in load_problems("arithmetic", limit=60)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -69,13 +69,13 @@ def everything(out):
     metrics = [
         {k: v for k, v in json.loads(line).items() if "seconds" not in k and "per_s" not in k} for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
-    return model, metrics, (out / "rollouts.jsonl").read_text()
+    return model, metrics, (out / "rollouts.jsonl").read_text(), (out / "evaluations.jsonl").read_text()
 
 
 def assert_same(a, b):
-    (model, metrics, rollouts), (other, other_metrics, other_rollouts) = everything(a), everything(b)
+    (model, metrics, *logs), (other, other_metrics, *other_logs) = everything(a), everything(b)
     assert metrics == other_metrics
-    assert rollouts == other_rollouts
+    assert logs == other_logs
     assert model.keys() == other.keys()
     for name, tensor in model.items():
         assert torch.equal(tensor, other[name]), name
@@ -188,7 +188,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
     def cut(*args):
         calls.append(1)
         if len(calls) == 2:
-            args[-1].number = int(signal.SIGTERM)
+            args[4].number = int(signal.SIGTERM)
             return None
         return honest(*args)
 

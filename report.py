@@ -1,0 +1,151 @@
+"""The page of a run, report.html: summary, curves, rollouts side by side with who listened to whom, and what changed between evaluations.
+
+python report.py RUN [RUN ...]
+
+One file that loads nothing from elsewhere. Its template, report_template.html, holds the layout and the script; here are the numbers.
+"""
+
+import argparse
+import base64
+import hashlib
+import html
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+
+from scipy import stats
+
+from config import read_yaml, write_whole
+from plots import read_metrics
+
+MOST_ROLLOUTS = 2000  # in one page: it opens in a second or two
+TEMPLATE = Path(__file__).with_name("report_template.html")
+KEPT = ("generation", "reward", "rewards", "advantage", "right", "extracted", "length", "stop_condition", "think_end", "mix", "alone")  # of a completion
+SHOWN = ("model", "dataset", "answer_format", "batch_size", "num_generations", "max_completion_length", "learning_rate", "beta", "m3po_lambda",
+         "m3po_temperature", "m3po_similarity", "seed")  # fmt: skip
+
+
+def read_lines(path):
+    """The objects of a JSON Lines file; none where there is no file, and half a line at the end is left out."""
+    rows = []
+    if Path(path).exists():
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
+    return rows
+
+
+def groups_of(records, most=MOST_ROLLOUTS):
+    """The completions as groups, in the order of steps, at most `most` completions: groups with tokens first, evenly over the run."""
+    groups = []
+    for record in records:
+        if record["generation"] == 0:
+            groups.append([])
+        groups[-1].append(record)
+    size = max(map(len, groups), default=1)
+    detailed, plain = ([i for i, group in enumerate(groups) if ("tokens" in group[0]) == wanted] for wanted in (True, False))
+    room = max(1, most // size)
+    kept = evenly(detailed, room)
+    kept += evenly(plain, room - len(kept))
+    return [group_of(groups[i]) for i in sorted(kept)]
+
+
+def evenly(items, count):
+    """`count` of the items, the first and the last among them."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def group_of(records):
+    """One group as the page has it: what its paths share once, and the paths."""
+    first, paths = records[0], []
+    for record in records:
+        path = {key: record[key] for key in KEPT if key in record}
+        path |= {"pieces": record["pieces"], "logps": [round(100 * v) for v in record["logps"]]} if "pieces" in record else {"text": record["completion"]}
+        paths.append(path)
+    return {"step": first["step"], "id": first["example_id"], "answer": first["answer"], "prompt": first["prompt"], "paths": paths}
+
+
+def evaluations_of(rows):
+    """The held-out questions with their answers at each evaluation: {steps, questions: [{id, question, answer, right: [...], texts: [...]}]}."""
+    steps, questions = sorted({row["step"] for row in rows}), {}
+    steps = evenly(steps, 12)
+    for row in rows:
+        if row["step"] in steps:
+            shared = {"id": row["example_id"], "question": row["question"], "answer": row["answer"], "right": [None] * len(steps), "texts": [""] * len(steps)}
+            question, place = questions.setdefault(row["example_id"], shared), steps.index(row["step"])
+            question["right"][place], question["texts"][place] = row["right"], row["completion"]
+    return {"steps": steps, "questions": list(questions.values())}
+
+
+def summary(lines):
+    """Pairs (label, text) of what one wants to know first."""
+    if not lines:
+        return []
+    last, tenth = lines[-1], max(1, len(lines) // 10)
+    pairs = [("steps", str(last["step"])), ("training", f"{last['train_seconds'] / 60:.1f} min")]
+    accuracies = [(line["step"], line["eval_accuracy"], line["eval_questions"]) for line in lines if "eval_accuracy" in line]
+    if accuracies:
+        step, accuracy, questions = accuracies[-1]
+        interval = stats.binomtest(round(accuracy * questions), questions).proportion_ci(method="wilson")
+        before = f"{lines[0]['eval_accuracy_before']:.3f} → " if "eval_accuracy_before" in lines[0] else ""
+        pairs.append(("held-out accuracy", f"{before}{accuracy:.3f} ({interval.low:.3f}–{interval.high:.3f}) of {questions}, after step {step}"))
+        best = max(accuracies, key=lambda found: found[1])
+        if best[0] != step:
+            pairs.append(("best", f"{best[1]:.3f} after step {best[0]}"))
+    for name, label in (("reward", "reward"), ("correct", "right"), ("completion_length", "length"), ("truncated", "cut off"), ("kl", "KL"),
+                        ("perplexity", "perplexity"), ("frac_reward_zero_std", "groups without a signal"),
+                        ("input_change", "inputs moved by listening")):  # fmt: skip
+        values = [line[name] for line in lines if line.get(name) is not None]
+        if values:
+            pairs.append((label, f"{fmean(values[:tenth]):.3g} → {fmean(values[-tenth:]):.3g}"))
+    skipped = sum("skipped" in line for line in lines)
+    return pairs + ([("steps skipped", str(skipped))] if skipped else [])
+
+
+def page(folder):
+    """The page as text."""
+    folder = Path(folder)
+    lines, settings = read_metrics(folder), read_yaml(folder / "run_config.yaml") if (folder / "run_config.yaml").exists() else {}
+    curves, name = folder / "curves.svg", folder.resolve().name
+    data = {
+        "name": name, "summary": summary(lines), "settings": {k: settings[k] for k in SHOWN if settings.get(k) is not None},
+        "groups": groups_of(read_lines(folder / "rollouts.jsonl")), "evaluations": evaluations_of(read_lines(folder / "evaluations.jsonl")),
+    }  # fmt: skip
+    picture = (
+        curves.exists() and f'<img alt="Curves of the run over its steps" src="data:image/svg+xml;base64,{base64.b64encode(curves.read_bytes()).decode()}">'
+    )
+    text = TEMPLATE.read_text(encoding="utf-8")
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
+    filled = {
+        "HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # the only script that the page's own policy lets run
+        "TITLE": html.escape(name),
+        "CURVES": picture or "<p>Curves come with the tenth step.</p>",
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no text of a model can end the block
+    }
+    return re.sub(r"\{\{(HASH|TITLE|CURVES|DATA)\}\}", lambda match: filled[match[1]], text)
+
+
+def write_report(folder):
+    """Write report.html into the folder of a run; returns its path."""
+    path = Path(folder) / "report.html"
+    write_whole(path, page(folder))
+    return path
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", help="folders that grpo_train.py or sft_train.py wrote")
+    for run in parser.parse_args().runs:
+        if not (Path(run) / "metrics.jsonl").exists():
+            parser.error(f"{run} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote")
+        print(write_report(run))
+
+
+if __name__ == "__main__":
+    main()

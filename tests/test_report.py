@@ -1,0 +1,232 @@
+"""report.html: what stands in it, and that a real browser shows it (skipped where there is no Chromium)."""
+
+import base64
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from report import evenly, groups_of, page, summary, write_report
+from tokens import token_pieces
+
+HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
+G, LENGTH = 4, 6
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def a_rollout(step, generation, detailed, length=LENGTH, text="12 + 5 = 17 ok"):
+    record = {"schema_version": 1, "step": step, "example_id": f"train-{step}", "generation": generation, "prompt": f"How many? {HOSTILE}", "completion": text,
+              "answer": "17", "extracted": "17", "right": generation < 2, "reward": 2.0 if generation < 2 else 0.5, "rewards": {"correctness": 1.0},
+              "advantage": 0.5 if generation < 2 else -0.5, "length": length, "stop_condition": "eos"}  # fmt: skip
+    if detailed:
+        weights = bytearray(length * G)
+        for t in range(length - 1):  # path g hears its neighbour most, then the one after
+            weights[t * G + (generation + 1) % G], weights[t * G + (generation + 2) % G] = 204, 51
+        pieces = [f" {generation}{t}" for t in range(length)]
+        pieces[2] = HOSTILE if generation == 1 else pieces[2]
+        record |= {"tokens": list(range(length)), "pieces": pieces, "logps": [-0.1 * t for t in range(length)], "think_end": length - 1,
+                   "mix": base64.b64encode(bytes(weights)).decode(), "alone": {"3": " other"} if generation == 0 else {}}  # fmt: skip
+    return record
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder as a run of M3PO leaves it: three steps, the first group of each with its tokens; two evaluations."""
+    folder = tmp_path_factory.mktemp("runs") / "a <run>"
+    folder.mkdir()
+    write_lines(folder / "rollouts.jsonl", [a_rollout(step, g, detailed) for step in (1, 2, 3) for detailed in (True, False) for g in range(G)])
+    metrics = [{"step": s, "reward": s / 10, "correct": 0.5, "completion_length": 6.0, "train_seconds": 60.0 * s} for s in (1, 2, 3)]
+    metrics[0] |= {"eval_accuracy_before": 0.25}
+    metrics[2] |= {"eval_accuracy": 0.5, "eval_questions": 4}
+    write_lines(folder / "metrics.jsonl", metrics)
+    rights = {0: (True, False, False, False), 3: (False, True, True, False)}
+    answers = [
+        {"step": step, "example_id": f"train-{q}", "question": f"Question {q}?", "answer": "17", "right": right, "length": 3,
+         "completion": f"said after {step}: {HOSTILE}"} for step in rights for q, right in enumerate(rights[step])
+    ]  # fmt: skip
+    write_lines(folder / "evaluations.jsonl", answers)
+    (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": "tiny", "m3po_lambda": 0.1, "beta": None}))
+    (folder / "curves.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg' width='10' height='10'/>")
+    return folder
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
+    text = page(run)
+    data = data_of(text)
+    assert len(data["groups"]) == 6
+    assert data["groups"][0]["paths"][1]["pieces"][2] == HOSTILE
+    assert HOSTILE not in text
+    assert text.count("<script") == 2, "the data and the page's own"
+    assert "a &lt;run&gt;" in text
+    assert data["evaluations"]["steps"] == [0, 3]
+    assert [q["right"] for q in data["evaluations"]["questions"]] == [[True, False], [False, True], [False, True], [False, False]]
+    assert ("held-out accuracy", "0.250 → 0.500 (0.150–0.850) of 4, after step 3") in summary([json.loads(line) for line in open(run / "metrics.jsonl")])
+    assert data["settings"] == {"model": "tiny", "m3po_lambda": 0.1}
+
+
+def test_a_page_is_made_of_what_is_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "perplexity": 1.6, "train_seconds": 1.0}\n{"step": 2, "lo')
+    text = write_report(tmp_path).read_text()
+    assert data_of(text)["groups"] == []
+    assert "Curves come with the tenth step" in text
+    done = subprocess.run([sys.executable, "report.py", str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "holds no metrics.jsonl" in done.stderr
+
+
+def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first():
+    records = [a_rollout(step, g, detailed) for step in range(1, 101) for detailed in (True, False, False) for g in range(G)]
+    groups = groups_of(records, most=40 * G)
+    assert len(groups) == 40
+    assert all("pieces" in path for group in groups for path in group["paths"])
+    steps = [group["step"] for group in groups]
+    assert (steps[0], steps[-1]) == (1, 100)
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
+    more = groups_of(records, most=150 * G)
+    assert sum("pieces" in group["paths"][0] for group in more) == 100
+    assert len(more) == 150
+    assert evenly([1, 2, 3], 0) == []
+
+
+def test_the_pieces_of_a_text_join_to_it(tokenizer):
+    for text in ("12 + 5 = 17.\n#### 17", "naïve — 数学 🙂 done", ""):
+        ids = tokenizer(text)["input_ids"]
+        pieces = token_pieces(tokenizer, ids)
+        assert len(pieces) == len(ids)
+        assert "".join(pieces) == text
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert token_pieces(tokenizer, [*tokenizer("ok")["input_ids"], end])[-1] == "<|im_end|>"
+
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, run):
+    """The page in a browser, the messages of its console, and what it asked for."""
+    tab = browser.new_page(viewport={"width": 1366, "height": 800})
+    said, asked = [], []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(write_report(run).as_uri())
+    tab.wait_for_selector(".path")
+    yield tab, said, asked
+    tab.close()
+
+
+def test_it_loads_without_a_word_and_asks_nobody_for_anything(opened, run):
+    tab, said, asked = opened
+    assert said == []
+    assert [url for url in asked if not url.startswith("data:")] == [(run / "report.html").as_uri()]
+    assert tab.title() == "a <run>"
+    tab.evaluate("const image = new Image(); image.src = 'http://127.0.0.1:9/x.png'; document.body.append(image)")
+    tab.wait_for_timeout(100)
+    assert any("Content Security Policy" in message for message in said), "the page's own policy forbids it"
+
+
+def test_a_click_on_a_token_shows_the_weights_that_stand_in_the_file(opened):
+    tab, _, _ = opened
+    tab.locator('.text[data-path="0"] [data-t="3"]').click()
+    shown = tab.locator("#detail .weights").first.locator(".weight")
+    assert [(w.get_attribute("data-peer"), w.inner_text().split()[2]) for w in shown.all()] == [("1", "0.80"), ("2", "0.20")]
+    assert "the same draw would have given  other" in tab.locator("#detail").inner_text()
+    tab.locator('.text[data-path="0"] [data-t="5"]').click()
+    assert "hears nobody" in tab.locator("#detail").inner_text()
+    minds = tab.locator(".minds").inner_text()
+    assert "Listening changed 1 of 24 tokens. Most often path 1 changed path 0: 1 token." in minds
+    assert "path 0, token 4: wrote  03 instead of  other, having heard path 1 (0.80)" in minds
+
+
+def test_markup_and_script_of_a_model_show_as_text(opened):
+    tab, said, _ = opened
+    assert HOSTILE in tab.locator('.text[data-path="1"]').inner_text()
+    tab.locator("summary", has_text="Prompt").click()
+    assert HOSTILE in tab.locator("#group pre").inner_text()
+    tab.locator("#flipped summary").first.click()
+    assert HOSTILE in tab.locator("#flipped pre").first.inner_text()
+    assert tab.locator(".text b, .text img, pre b, pre img").count() == 0
+    assert tab.title() == "a <run>"
+    assert said == []
+
+
+def test_groups_are_filtered_searched_and_walked_through_by_keyboard(opened):
+    tab, said, _ = opened
+    position = tab.locator("#position")
+    assert position.inner_text() == "1 of 6 groups"
+    tab.keyboard.press("n")
+    tab.keyboard.press("n")
+    assert position.inner_text() == "3 of 6 groups"
+    tab.keyboard.press("p")
+    assert "step 1" in tab.locator("#group").inner_text()
+    tab.select_option("#filter", "turned")
+    assert position.inner_text() == "1 of 3 groups"
+    tab.select_option("#filter", "right")
+    assert position.inner_text() == "no group is like that"
+    tab.select_option("#filter", "all")
+    tab.fill("#search", "TRAIN-2")
+    assert position.inner_text() == "1 of 2 groups"
+    tab.fill("#search", "")
+    tab.fill("#low", "3")
+    assert position.inner_text() == "no group is like that"
+    tab.fill("#low", "")
+    tab.select_option("#step", "3")
+    assert position.inner_text() == "1 of 2 groups"
+    tab.locator('.text[data-path="2"]').focus()
+    tab.keyboard.press("ArrowRight")
+    assert "path 2, token 2 of 6" in tab.locator("#detail").inner_text()
+    tab.keyboard.press("ArrowDown")
+    assert "path 3, token 2 of 6" in tab.locator("#detail").inner_text()
+    tab.keyboard.press("Escape")
+    assert tab.locator("#detail").inner_text() == ""
+    for _ in range(4):
+        tab.keyboard.press("c")
+    assert said == []
+
+
+def test_flips_between_evaluations(opened):
+    tab, _, _ = opened
+    kind = tab.locator("#flips select").nth(2)
+    names = ["wrong to right (2)", "right to wrong (1)", "right both times (0)", "wrong both times (1)"]
+    assert kind.locator("option").all_inner_texts() == names
+    kind.select_option(label="right to wrong (1)")
+    assert tab.locator("#flipped summary").all_inner_texts() == ["train-0: Question 0?"]
+
+
+def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
+    write_lines(tmp_path / "rollouts.jsonl", [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+    path, seconds = write_report(tmp_path), []
+    for _ in range(2):
+        tab = browser.new_page()
+        started = time.perf_counter()
+        tab.goto(path.as_uri())
+        tab.wait_for_selector(".path")
+        seconds.append(time.perf_counter() - started)
+        assert "1 of 500 groups" in tab.locator("#position").inner_text()
+        tab.close()
+    assert min(seconds) < 2, seconds
