@@ -115,8 +115,8 @@ def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
     problem = encoded(tokenizer, "q", "17", "")
     texts = ["<answer>17</answer>", "it is 17", "<answer>1</answer> 17", ""]
-    answers = [[(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]]
-    [r] = grpo_eval.grade([problem], grpo_eval.as_texts(answers, decoder), "xml")
+    answers = [(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]
+    [r] = grpo_eval.grade([problem], [grpo_eval.as_texts(answers, decoder)], "xml")
     assert r["resps"] == texts
     assert r["exact_match"] == {"strict-match": [1.0, 0.0, 0.0, 0.0], "flexible-extract": [1.0, 1.0, 1.0, 0.0]}
 
