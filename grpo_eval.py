@@ -4,7 +4,7 @@
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
     python grpo_eval.py --ask "A pen costs 3 dollars. How much do 14 pens cost?"
 
-Writes eval_runs/<name>/report.json, samples.jsonl and curves.svg; the last line it prints is the report as one JSON object. Until the report is there
+Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png; the last line it prints is the report as one JSON object. Until the report is there
 the folder holds the answers so far, a line a question, and the same command with the same --name goes on from them.
 """
 
@@ -28,6 +28,7 @@ from config import SettingError, check, check_prompting, parse_config, read_yaml
 from data import QUESTION, DataError, EncodedProblem, encode_prompts, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES
+from plots import draw_comparison, draw_evaluation, or_warn
 from processes import end_with_parent, launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
 from solver import load_solver, readable, solve
@@ -163,7 +164,9 @@ def summarise(records, skipped):
         }
         if any(groups):
             named = sorted(groups.items(), key=lambda kv: kv[0] or "")
-            report[f"accuracy_by_{field}"] = {v or "none": {"accuracy": round(statistics.fmean(s), 4), "questions": len(s)} for v, s in named}
+            report[f"accuracy_by_{field}"] = {
+                v or "none": {"accuracy": round(statistics.fmean(s), 4), "ci95": over_questions(s)[1:], "questions": len(s)} for v, s in named
+            }
     if report["samples_per_question"] > 1:
         report |= sampled_statistics(records)
     every = {k: [v for r in records for v in r[k]] for k in ("length", "stop_condition", "reward")}
@@ -331,6 +334,7 @@ def write_evaluation(folder, report, samples):
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
     for path in folder.glob("answers*-*.jsonl"):  # all of them are in samples.jsonl now
         path.unlink()
+    or_warn(draw_evaluation, report, samples["samples"], folder)
 
 
 def answer(config):
@@ -374,6 +378,10 @@ def main():
     if config.compare:
         text, found = compare(config.compare)
         print(text)
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        or_warn(draw_comparison, found, folder, config.name or "compare")
+        print(f"drawn in {folder / (config.name or 'compare')}.svg and .png")
         print(json.dumps(found))
         return
     if config.ask is not None or config.questions is not None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from config import RunError, SettingError, resolved, write_whole
 from hub import model_card, push
-from plots import draw, read_metrics
+from plots import draw, or_warn, read_metrics
 from training import merged_state
 
 FINISHED = "finished.json"
@@ -96,10 +96,7 @@ class MetricsLog:
         """curves.svg and curves.png, from a few steps on; a run does not end for want of a picture."""
         lines = read_metrics(self.folder)
         if len(lines) >= ENOUGH_TO_DRAW:
-            try:
-                draw({self.folder.resolve().name: lines}, self.folder)
-            except Exception as error:  # fonts, a full disk, a matplotlib of another time
-                warnings.warn(f"no curves: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
+            or_warn(draw, {self.folder.resolve().name: lines}, self.folder)
         self.drawn = time.monotonic()
 
     def say(self, text):

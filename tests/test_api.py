@@ -90,7 +90,7 @@ def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(mood, 
     key, body = server.seen[0]
     assert key == "Bearer secret-key"
     assert body["messages"][0]["role"] == "system"
-    assert not any("secret-key" in path.read_text() for path in folder.iterdir()), "a key is not written down"
+    assert not any(b"secret-key" in path.read_bytes() for path in folder.iterdir()), "a key is not written down"
 
 
 def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(server, data, tmp_path):

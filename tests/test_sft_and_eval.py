@@ -177,6 +177,27 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
 
 
+def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn(saved, monkeypatch, capsys):
+    rows = [{"question": f"{n} pens", "answer": str(n), "level": f"Level {n % 2}"} for n in range(6)]
+    (saved / "d" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = [evaluate(saved, "a")[1], evaluate(saved, "b", num_samples=4, temperature=1.0)[1]]
+    alone, sampled = ((folder / "curves.svg").read_text() for folder in folders)
+    for words, there in (("accuracy", (True, True)), ("by level", (True, True)), ("by subject", (False, False)), ("maj@k", (False, True))):
+        assert (words in alone, words in sampled) == there, words
+    assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
+    folders[1] = evaluate(saved, "c")[1]
+    monkeypatch.setattr(sys, "argv", ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "pictures")])
+    grpo_eval.main()
+    assert (saved / "pictures" / "compare.svg").exists()
+    *_, where, last = capsys.readouterr().out.splitlines()
+    assert where == f"drawn in {saved / 'pictures' / 'compare'}.svg and .png"
+    assert json.loads(last)[0]["difference"] == 0.0
+    monkeypatch.setattr(grpo_eval, "draw_evaluation", None)
+    with pytest.warns(UserWarning, match="no picture: TypeError"):
+        evaluate(saved, "d")
+    assert (saved / "runs" / "d" / "report.json").exists(), "an evaluation does not fail for want of a picture"
+
+
 # An evaluation that is cut off
 
 
