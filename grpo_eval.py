@@ -217,7 +217,8 @@ def kept(kind, folder, asked):
 def answered(kind, folder, asked, accelerator, decode):
     """For each question triples (text, tokens, whether it ended): those kept in the folder, and what decode(places, keep) makes of the others.
 
-    Each process appends to a file of its own as questions end, so that a kill costs what is being decoded and no more.
+    Each process appends to a file of its own as questions end, so that a kill costs what is being decoded and no more. The report's seconds are those of
+    the last run.
     """
     found, own = kept(kind, folder, asked), []
     if found and accelerator.is_main_process:
