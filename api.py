@@ -3,6 +3,7 @@
 import http.client
 import json
 import random
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -57,12 +58,16 @@ def connect(url, model, key="", timeout=300.0):
     return Server(url, names[0], key, timeout)
 
 
-def complete(server, chats, samples, max_tokens, temperature, top_p, seed, at_once=32, progress=None):
-    """For each chat (a list of messages) `samples` triples (text, tokens, whether it ended by itself), in order."""
+def complete(server, chats, samples, max_tokens, temperature, top_p, seed, at_once=32, places=None, keep=None):
+    """For each chat (a list of messages) `samples` triples (text, tokens, whether it ended by itself), in order.
+
+    `places` and `keep(place, triples)` as for the decoder's `complete`.
+    """
+    places, lock, found = range(len(chats)) if places is None else places, threading.Lock(), [[None] * samples for _ in chats]
 
     def one(job):
         i, j = job
-        body = dict(model=server.model, messages=chats[i], max_tokens=max_tokens, temperature=temperature, seed=seed + i * samples + j)
+        body = dict(model=server.model, messages=chats[i], max_tokens=max_tokens, temperature=temperature, seed=seed + places[i] * samples + j)
         if top_p < 1:
             body["top_p"] = top_p
         answer = server.ask("chat/completions", body)
@@ -71,11 +76,12 @@ def complete(server, chats, samples, max_tokens, temperature, top_p, seed, at_on
             text, reason = choice["message"].get("content") or "", choice.get("finish_reason")
         except (KeyError, IndexError, TypeError) as error:
             raise RunError(f"{server.url} answered something else than a completion: {json.dumps(answer)[:200]}") from error
-        if progress is not None and j == samples - 1:
-            progress(1)
-        return text, int((answer.get("usage") or {}).get("completion_tokens") or 0), reason != "length"
+        with lock:
+            found[i][j] = text, int((answer.get("usage") or {}).get("completion_tokens") or 0), reason != "length"
+            if keep is not None and None not in found[i]:
+                keep(places[i], found[i])
 
     jobs = [(i, j) for i in range(len(chats)) for j in range(samples)]
     with ThreadPoolExecutor(at_once) as threads:
-        found = list(threads.map(one, jobs))
-    return [found[i : i + samples] for i in range(0, len(found), samples)]
+        list(threads.map(one, jobs))
+    return found

@@ -55,13 +55,19 @@ def over_questions(scores):
 
 
 def sampled_statistics(records):
-    """pass@k for k = 1, 2, 4, ... and all, maj@k and mean@k of all, each [mean, low, high] over questions."""
+    """pass@k and maj@k for k = 1, 2, 4, ... and all, and the mean, each [mean, low, high] over questions.
+
+    maj@k is the mean over n // k votes of k samples that follow each other: unbiased as pass@k is, from fewer of the choices there are.
+    """
     scores = [r["exact_match"]["strict-match"] for r in records]
     n = len(scores[0])
     ks = sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
     found = {f"pass@{k}": over_questions([pass_at_k(n, round(sum(s)), k) for s in scores]) for k in ks}
-    votes = [majority(r["filtered_resps"]["strict-match"], s) for r, s in zip(records, scores, strict=True)]
-    return {**found, f"maj@{n}": over_questions(votes), f"mean@{n}": over_questions([statistics.fmean(s) for s in scores])}
+    answers = [r["filtered_resps"]["strict-match"] for r in records]
+    for k in ks[1:]:
+        votes = [[majority(a[i : i + k], s[i : i + k]) for i in range(0, n - k + 1, k)] for a, s in zip(answers, scores, strict=True)]
+        found[f"maj@{k}"] = over_questions([statistics.fmean(v) for v in votes])
+    return {**found, f"mean@{n}": over_questions([statistics.fmean(s) for s in scores])}
 
 
 def _resampled(scores, generator):
@@ -114,6 +120,13 @@ class Side:
         """(runs, questions): the mean of a question's samples."""
         return np.array([[statistics.fmean(r["exact_match"]["strict-match"]) for r in run] for run in self.runs])
 
+    def interval(self):
+        """95%, of the accuracy: over questions, and over runs where there are several."""
+        scores = self.scores()
+        if len(scores) == 1:
+            return over_questions(scores[0])[1:]
+        return [round(float(v), 4) for v in np.percentile(_resampled(scores, np.random.default_rng(0)), (2.5, 97.5))]
+
 
 def read_side(words):
     """The evaluations of a side: folders of grpo_eval.py, joined by commas."""
@@ -164,7 +177,8 @@ def compare_two(a, b):
     p = mid_p(gained, lost) if greedy else _p_of_draws(draws)
     smallest = smallest_difference(float(np.mean(gap**2)), questions)
     return {
-        "a": a.name, "b": b.name, "questions": questions, "accuracy_a": round(float(left.mean()), 4), "accuracy_b": round(float(right.mean()), 4),
+        "a": a.name, "b": b.name, "questions": questions, "accuracy_a": round(float(left.mean()), 4), "accuracy_a_ci95": a.interval(),
+        "accuracy_b": round(float(right.mean()), 4), "accuracy_b_ci95": b.interval(),
         "difference": round(difference, 4), "difference_ci95": [round(float(v), 4) for v in np.percentile(draws, (2.5, 97.5))], "p": p,
         "test": "mid-p McNemar" if greedy else "bootstrap", "gained": gained, "lost": lost, "smallest_difference": round(smallest, 4),
     }, gap  # fmt: skip

@@ -272,25 +272,40 @@ class GroupDecoder:
         return self.tokenizer.decode(ids[: len(ids) - int(ended)], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @torch.no_grad()
-    def complete(self, prompts, max_new_tokens, samples=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, batch_rows=None, progress=None, first=0):
+    def complete(self, prompts, max_new_tokens, samples=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, batch_rows=None, places=None, keep=None):
         """Decode many prompts (lists of ids), single paths: returns for each prompt `samples` pairs (ids, ended), ids with their EOS.
 
         Temperature 0 is greedy. `batch_rows` rows are decoded at once, and prompts that wait take the place of those that have ended. A sample
-        depends on its prompt's place and `seed`, not on what is decoded beside it; `first` is the place of the first prompt, where another process
-        has those before.
+        depends on its prompt's place and `seed`, not on what is decoded beside it; `places` where these prompts are some of more. `keep(place,
+        pairs)` is called for each prompt, in the order in which they end.
         """
         if not prompts:
             return []
-        skipped, rows = first * samples, len(prompts) * samples
-        uniforms = rollout_uniforms(seed, 0, 0, skipped + rows, max_new_tokens)[skipped:] if temperature > 0 else None
-        how = How(uniforms is None, top_k, top_p, False)
-        out, lengths = self._decode(prompts, samples, max_new_tokens, uniforms, temperature or 1.0, how, batch_rows, progress)
-        rows = zip(out["ids"].tolist(), lengths.tolist(), out["ended"].tolist(), strict=True)
-        pairs = [(ids[:length], ended) for ids, length, ended in rows]
-        return [pairs[i : i + samples] for i in range(0, len(pairs), samples)]
+        places, answers = range(len(prompts)) if places is None else places, [None] * len(prompts)
+        uniforms = None
+        if temperature > 0:
+            uniforms = rollout_uniforms(seed, 0, 0, (max(places) + 1) * samples, max_new_tokens).view(-1, samples, max_new_tokens)[list(places)].flatten(0, 1)
 
-    def _decode(self, prompts, samples, limit, uniforms, temperature, how, max_rows=None, progress=None):
-        """Decode `samples` rows for each prompt. Returns the columns of Rows, and `ended`, over all sequences in order, and lengths (sequences,)."""
+        def over(which, out, lengths):
+            rows = send([i * samples + j for i in which for j in range(samples)], self.device)
+            found = zip(*(column[rows].tolist() for column in (out["ids"], lengths, out["ended"])), strict=True)  # device sync
+            pairs = [(ids[:length], ended) for ids, length, ended in found]
+            for n, i in enumerate(which):
+                answers[i] = pairs[n * samples : (n + 1) * samples]
+                if keep is not None:
+                    keep(places[i], answers[i])
+
+        how = How(uniforms is None, top_k, top_p, False)
+        columns = self._decode(prompts, samples, max_new_tokens, uniforms, temperature or 1.0, how, batch_rows, over if keep else None)
+        if keep is None:
+            over(range(len(prompts)), *columns)
+        return answers
+
+    def _decode(self, prompts, samples, limit, uniforms, temperature, how, max_rows=None, over=None):
+        """Decode `samples` rows for each prompt. Returns the columns of Rows, and `ended`, over all sequences in order, and lengths (sequences,).
+
+        `over(prompts, columns, lengths)` is called with the numbers of prompts whose rows have all ended.
+        """
         assert limit >= 1, "a completion must have room for a token"
         assert all(prompts), "a prompt must have a token"
         slots = self._prepare(prompts, samples, limit, temperature, how, max_rows)
@@ -311,8 +326,8 @@ class GroupDecoder:
             for r, sequence in zip(finished, sequences, strict=True):
                 lanes[r] = None
                 left[sequence // samples] -= 1
-                if progress is not None and left[sequence // samples] == 0:
-                    progress(1)
+            if over is not None and (which := sorted({s // samples for s in sequences if left[s // samples] == 0})):
+                over(which, out, lengths)
 
         while waiting or not all(done):
             if self.interrupted is not None and self.interrupted():

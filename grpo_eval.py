@@ -4,7 +4,8 @@
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
     python grpo_eval.py --ask "A pen costs 3 dollars. How much do 14 pens cost?"
 
-Writes eval_runs/<name>/report.json and samples.jsonl; the last line it prints is the report as one JSON object.
+Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png; the last line it prints is the report as one JSON object. Until the report is there
+the folder holds the answers so far, a line a question, and the same command with the same --name goes on from them.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
 from api import complete, connect
@@ -27,6 +28,7 @@ from config import SettingError, check, check_prompting, parse_config, read_yaml
 from data import QUESTION, DataError, EncodedProblem, encode_prompts, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from m3po_module import SIMILARITIES
+from plots import draw_comparison, draw_evaluation, or_warn
 from processes import end_with_parent, launch, shard, starts_processes
 from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
 from solver import load_solver, readable, solve
@@ -37,6 +39,9 @@ FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "grading": "number"
                  "chat_template_kwargs": "{}", "question_column": None,
                  "answer_column": None, "solution_column": None, "max_prompt_length": 512, "max_completion_length": 400, "seed": 42,
                  "m3po_lambda": 0.1, "m3po_temperature": 0.1, "m3po_similarity": "distribution"}  # fmt: skip
+
+# Settings that do not change what is answered: an interrupted evaluation may go on with others.
+FREE = {"output_dir", "name", "batch_size", "num_processes", "torch_compile", "api", "api_at_once", "api_timeout", "trust_remote_code", "versions", "commit"}
 
 
 @dataclass(frozen=True)
@@ -110,9 +115,13 @@ class Config:
         check_prompting(self)
 
 
-def as_texts(answers, decoder):
-    """For each problem triples (text, tokens, whether it ended) of pairs (ids, whether EOS came)."""
-    return [[(decoder.text(ids, ended), len(ids), ended) for ids, ended in pairs] for pairs in answers]
+def as_texts(pairs, decoder):
+    """Triples (text, tokens, whether it ended) of pairs (ids, whether EOS came)."""
+    return [(decoder.text(ids, ended), len(ids), ended) for ids, ended in pairs]
+
+
+def prompt_hash(problem):
+    return hashlib.sha256(problem.prompt.encode()).hexdigest()
 
 
 def grade(problems, answers, answer_format, grading="number"):
@@ -128,7 +137,7 @@ def grade(problems, answers, answer_format, grading="number"):
         flexible = [last_number(text) for text in texts]
         target = parse_number(problem.problem.answer)
         records.append({
-            "doc_id": problem.problem.id, "prompt_hash": hashlib.sha256(problem.prompt.encode()).hexdigest(), "prompt": problem.prompt,
+            "doc_id": problem.problem.id, "prompt_hash": prompt_hash(problem), "prompt": problem.prompt,
             "target": problem.problem.answer,
             "subject": problem.problem.subject, "level": problem.problem.level, "resps": texts,
             "filtered_resps": {"strict-match": strict, "flexible-extract": flexible},
@@ -155,7 +164,9 @@ def summarise(records, skipped):
         }
         if any(groups):
             named = sorted(groups.items(), key=lambda kv: kv[0] or "")
-            report[f"accuracy_by_{field}"] = {v or "none": {"accuracy": round(statistics.fmean(s), 4), "questions": len(s)} for v, s in named}
+            report[f"accuracy_by_{field}"] = {
+                v or "none": {"accuracy": round(statistics.fmean(s), 4), "ci95": over_questions(s)[1:], "questions": len(s)} for v, s in named
+            }
     if report["samples_per_question"] > 1:
         report |= sampled_statistics(records)
     every = {k: [v for r in records for v in r[k]] for k in ("length", "stop_condition", "reward")}
@@ -168,17 +179,68 @@ def summarise(records, skipped):
     }
 
 
-def interacting(decoder, prompts, first, count, config):
-    """For each prompt `num_samples` completions of paths that look at each other; the draws are those of the single paths."""
+def interacting(decoder, asked, places, config, keep):
+    """For the questions at `places` `num_samples` completions of paths that look at each other, kept batch by batch; the draws are the single paths'."""
     G, T, together = config.num_samples, config.max_completion_length, max(1, (config.batch_size or 256) // config.num_samples)
-    uniforms = rollout_uniforms(config.seed, 0, 0, count * G, T).view(count, G, T)
-    answers = []
-    for i in range(0, len(prompts), together):
-        ids, mask = pad_left(prompts[i : i + together], decoder.tables.pad_id)
-        out = decoder.rollout(ids, mask, G, T, uniforms[first + i : first + i + len(ids)].flatten(0, 1), config.temperature, config.top_k, config.top_p)
-        pairs = out.completions()
-        answers += [pairs[n : n + G] for n in range(0, len(pairs), G)]
-    return answers
+    uniforms = rollout_uniforms(config.seed, 0, 0, len(asked) * G, T).view(len(asked), G, T)
+    for batch in (places[i : i + together] for i in range(0, len(places), together)):
+        ids, mask = pad_left([asked[i].ids for i in batch], decoder.tables.pad_id)
+        pairs = decoder.rollout(ids, mask, G, T, uniforms[batch].flatten(0, 1), config.temperature, config.top_k, config.top_p).completions()
+        for n, i in enumerate(batch):
+            keep(i, as_texts(pairs[n * G : (n + 1) * G], decoder))
+
+
+def fingerprint(model):
+    """A hash of a thousand or two values of each weight: another model that was saved in the same place has another."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().flatten()[:: max(1, weight.numel() // 1000)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def kept(kind, folder, asked):
+    """{place: triples} of the questions that an interrupted evaluation has answered; a line that is not whole is as good as none."""
+    found = {}
+    for path in folder.glob(f"{kind}-*.jsonl"):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            place = row["question"]
+            if place >= len(asked) or row["prompt_hash"] != prompt_hash(asked[place]):
+                raise SettingError("name", folder.name, f"{path} answers other questions or prompts: give another --name")
+            found[place] = row["answers"]
+    return found
+
+
+def answered(kind, folder, asked, accelerator, decode):
+    """For each question triples (text, tokens, whether it ended): those kept in the folder, and what decode(places, keep) makes of the others.
+
+    Each process appends to a file of its own as questions end, so that a kill costs what is being decoded and no more. The report's seconds are those of
+    the last run.
+    """
+    found, own = kept(kind, folder, asked), []
+    if found and accelerator.is_main_process:
+        print(f"{folder}: {len(found)} of {len(asked)} questions are answered already", flush=True)
+    accelerator.wait_for_everyone()  # nobody writes while another still reads
+    rest = [place for place in range(len(asked)) if place not in found]
+    mine = rest[shard(len(rest), accelerator)]
+    with (
+        open(folder / f"{kind}-{accelerator.process_index}.jsonl", "a", encoding="utf-8") as file,
+        tqdm(total=len(mine), unit="question", disable=None if accelerator.is_main_process else True) as bar,
+    ):
+        file.write("\n" if file.tell() else "")  # what a kill has cut off ends here
+
+        def keep(place, triples):
+            own.append((place, triples))
+            file.write(json.dumps({"question": place, "prompt_hash": prompt_hash(asked[place]), "answers": triples}) + "\n")
+            file.flush()
+            bar.update()
+
+        decode(mine, keep)
+    found |= dict(gather_object(own))
+    return [found[place] for place in range(len(asked))]
 
 
 def evaluate(config):
@@ -192,63 +254,88 @@ def evaluate(config):
     folder = new_folder(config, config.model)
     model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
     check_positions(model, asked, config)
+    begin(folder, config, fingerprint(model), accelerator)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
     decoder = GroupDecoder(model, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
     sampling = dict(samples=config.num_samples, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
-    mine = shard(len(asked), accelerator)
+
+    def single(places, keep):
+        prompts = [asked[i].ids for i in places]
+        decoder.complete(prompts, config.max_completion_length, batch_rows=config.batch_size, places=places,
+                         keep=lambda i, pairs: keep(i, as_texts(pairs, decoder)), **sampling)  # fmt: skip
+
+    def interact(places, keep):
+        interacting(decoder, asked, places, config, keep)
+
     started = time.perf_counter()
-    with tqdm(total=len(asked[mine]), unit="question", disable=None if accelerator.is_main_process else True) as bar:
-        prompts = [p.ids for p in asked[mine]]
-        answers = decoder.complete(prompts, config.max_completion_length, batch_rows=config.batch_size, progress=bar.update, first=mine.start, **sampling)
-    answers = gather_object(answers)
-    together = gather_object(interacting(decoder, prompts, mine.start, len(asked), config)) if config.m3po else None
+    answers = answered("answers", folder, asked, accelerator, single)
+    together = answered("answers_m3po", folder, asked, accelerator, interact) if config.m3po else None
     seconds = time.perf_counter() - started
-    records = grade(asked, as_texts(answers, decoder), config.answer_format, config.grading)
+    records = grade(asked, answers, config.answer_format, config.grading)
     report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
     if together is not None:
-        found = grade(asked, as_texts(together, decoder), config.answer_format, config.grading)
+        found = grade(asked, together, config.answer_format, config.grading)
         report["m3po"] = summarise(found, skipped) | {"against_single_paths": compare_two(Side("single paths", [records]), Side("interacting", [found]))[0]}
-    if not accelerator.is_main_process:
-        return report, folder
-    write_evaluation(folder, config, records, report)
-    if together is not None:
-        write_whole(folder / "samples_m3po.jsonl", "".join(json.dumps(r) + "\n" for r in found))
+    if accelerator.is_main_process:
+        write_evaluation(folder, report, {"samples": records} | ({"samples_m3po": found} if config.m3po else {}))
     return report, folder
 
 
 def evaluate_server(config):
     """The same evaluation of a server's model: it gets the messages, and its own chat template makes the prompt of them."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     problems = problems_of(config)
     server = connect(config.api, config.api_model, os.environ.get("OPENAI_API_KEY", ""), config.api_timeout)
     folder = new_folder(config, server.model)
     system = [{"role": "system", "content": system_prompt(config)}]
     chats = [[*system, {"role": "user", "content": p.question}] for p in problems]
     asked = [EncodedProblem(p, json.dumps(chat), []) for p, chat in zip(problems, chats, strict=True)]
+    begin(folder, config, server.model, accelerator)
+    sampling = (config.num_samples, config.max_completion_length, config.temperature, config.top_p, config.seed, config.api_at_once)
+
+    def ask(places, keep):
+        complete(server, [chats[i] for i in places], *sampling, places, keep)
+
     started = time.perf_counter()
-    with tqdm(total=len(asked), unit="question", disable=None) as bar:
-        sampling = (config.num_samples, config.max_completion_length, config.temperature, config.top_p, config.seed)
-        answers = complete(server, chats, *sampling, config.api_at_once, bar.update)
+    answers = answered("answers", folder, asked, accelerator, ask)
     records = grade(asked, answers, config.answer_format, config.grading)
     report = {"model": server.model, "api": config.api, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, 0), "seconds": round(time.perf_counter() - started, 2)}  # fmt: skip
-    write_evaluation(folder, config, records, report)
+    if accelerator.is_main_process:
+        write_evaluation(folder, report, {"samples": records})
     return report, folder
 
 
 def new_folder(config, model):
-    """Where this evaluation goes; refused where one is already."""
-    folder = Path(config.output_dir) / (config.name or f"{Path(model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}")
+    """Where this evaluation goes; refused where a finished one is already."""
+    name = config.name or f"{Path(model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.output_dir) / broadcast_object_list([name])[0]  # the clocks of processes differ
     if (folder / "report.json").exists():
         raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
     return folder
 
 
-def write_evaluation(folder, config, records, report):
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "samples.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
+def begin(folder, config, answerer, accelerator):
+    """Write run_config.yaml; refused where answers of other settings, or of another model (`answerer` says which it is), are kept in the folder."""
+    settings = resolved(config) | {"answerer": answerer}
+    if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
+        then = read_yaml(folder / "run_config.yaml")
+        differ = [f"{name} {then.get(name)!r} there, {value!r} here" for name, value in settings.items() if name not in FREE and then.get(name) != value]
+        if differ:
+            raise SettingError("name", folder.name, f"{folder} holds an unfinished evaluation of another kind ({', '.join(differ)}): give another --name")
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "run_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+
+
+def write_evaluation(folder, report, samples):
+    for name, records in samples.items():
+        write_whole(folder / f"{name}.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
+    for path in folder.glob("answers*-*.jsonl"):  # all of them are in samples.jsonl now
+        path.unlink()
+    or_warn(draw_evaluation, report, samples["samples"], folder)
 
 
 def answer(config):
@@ -292,6 +379,10 @@ def main():
     if config.compare:
         text, found = compare(config.compare)
         print(text)
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        or_warn(draw_comparison, found, folder, config.name or "compare")
+        print(f"drawn in {folder / (config.name or 'compare')}.svg and .png")
         print(json.dumps(found))
         return
     if config.ask is not None or config.questions is not None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from config import RunError, SettingError, resolved, write_whole
 from hub import model_card, push
-from plots import draw, read_metrics
+from plots import draw, or_warn, read_metrics
 from report import write_report
 from training import merged_state
 
@@ -102,12 +102,9 @@ class MetricsLog:
     def draw(self):
         """The curves, from a few steps on, and report.html; a run does not end for want of a picture."""
         started, lines = time.monotonic(), read_metrics(self.folder)
-        try:
-            if len(lines) >= ENOUGH_TO_DRAW:
-                draw({self.folder.resolve().name: lines}, self.folder)
-            write_report(self.folder)
-        except Exception as error:  # fonts, a full disk, a matplotlib of another time
-            warnings.warn(f"no curves, no page: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
+        if len(lines) >= ENOUGH_TO_DRAW:
+            or_warn(draw, {self.folder.resolve().name: lines}, self.folder)
+        or_warn(write_report, self.folder)
         self.drawn = time.monotonic()
         self.pause = max(SECONDS_BETWEEN_DRAWINGS, SHARE_OF_TIME * (self.drawn - started))
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -49,7 +50,7 @@ class Moody(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.headers.get("Authorization"), body))
         count = len(self.server.seen)
-        if self.server.mood == "refuses":
+        if self.server.mood == "refuses" or (self.server.dies_after is not None and count > self.server.dies_after):
             return self.reply(401, {"error": "no key"})
         if self.server.mood == "odd":
             return self.reply(200, {"surprise": 1})
@@ -67,6 +68,7 @@ def server(monkeypatch):
     monkeypatch.setattr(api.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
     made = ThreadingHTTPServer(("127.0.0.1", 0), Moody)
     made.mood, made.models, made.seen = "good", ["only"], []
+    made.dies_after = None
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield made
     made.shutdown()
@@ -88,7 +90,7 @@ def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(mood, 
     key, body = server.seen[0]
     assert key == "Bearer secret-key"
     assert body["messages"][0]["role"] == "system"
-    assert not any("secret-key" in path.read_text() for path in folder.iterdir()), "a key is not written down"
+    assert not any(b"secret-key" in path.read_bytes() for path in folder.iterdir()), "a key is not written down"
 
 
 def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(server, data, tmp_path):
@@ -101,6 +103,25 @@ def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(serve
     server.models = ["a", "b"]
     with pytest.raises(SettingError, match="the server has 2 models: name one of a, b"):
         grpo_eval.evaluate_server(settings_of(server, data, tmp_path))
+
+
+def test_an_evaluation_of_a_server_that_went_away_asks_the_rest_only(server, data, tmp_path):
+    common = dict(num_samples=2, temperature=1.0, api_at_once=1)
+    whole, folder = grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="whole", **common))
+    first, server.seen[:], server.dies_after = [body for _, body in server.seen], [], 5
+    with pytest.raises(RunError, match="refused the request"):
+        grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="cut", **common))
+    server.dies_after = None
+    server.models = ["other"]
+    with pytest.raises(SettingError, match=r"\(answerer 'only' there, 'other' here\)"):
+        grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="cut", **common))
+    server.models = ["only"]
+    report, again = grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="cut", **common))
+    assert {**report, "seconds": 0} == {**whole, "seconds": 0}
+    assert (again / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
+    asked = Counter(json.dumps(body) for _, body in server.seen)
+    assert set(asked) == {json.dumps(body) for body in first}, "with the same seeds"
+    assert sum(asked.values()) <= 12 + 3, "again only what was refused (the next may be on its way already) and the other half of its question"
 
 
 def test_a_server_that_is_not_there_is_an_error_in_one_line(data, tmp_path, monkeypatch):

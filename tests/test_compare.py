@@ -44,6 +44,33 @@ def test_the_test_is_right_as_often_as_it_says_and_less_timid_than_the_exact_one
     assert 0.035 < hits / 4000 < 0.055
 
 
+def evaluations(rates, trials, draw):
+    """Right or wrong, (trials, questions), of a model that answers each question with a rate of its own."""
+    return draw.random((trials, len(rates))) < rates
+
+
+def test_a_paired_test_errs_in_5_of_100_cases_and_sees_3_points_twice_as_often_as_an_unpaired_one():
+    """2,000 pairs of evaluations on the 1,319 questions of GSM8K, of which most are easy or hard for both sides."""
+    draw, trials, questions = np.random.default_rng(0), 2000, 1319
+    rates = draw.beta(0.3, 0.3, questions)
+    better = rates + 0.03 * rates * (1 - rates) / np.mean(rates * (1 - rates))
+    assert better.max() <= 1
+    assert np.mean(better - rates) == pytest.approx(0.03)
+    a, same, b = (evaluations(r, trials, draw) for r in (rates, rates, better))
+
+    def found(a, b):
+        return np.mean([mid_p(int(gained), int(lost)) < 0.05 for gained, lost in zip((b & ~a).sum(1), (a & ~b).sum(1), strict=True)])
+
+    def found_unpaired(a, b):
+        p, q = a.mean(1), b.mean(1)
+        return np.mean(np.abs(q - p) / np.sqrt((p * (1 - p) + q * (1 - q)) / questions) > 1.96)
+
+    assert 0.04 < found(a, same) < 0.06
+    assert found(a, b) > 0.6
+    assert found_unpaired(a, b) < 0.4
+    assert found_unpaired(a, same) < 0.02, "it does not know that the questions are the same"
+
+
 def test_holm_s_correction():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
@@ -141,6 +168,22 @@ def test_sampled_statistics_of_an_evaluation():
     assert [found[k][0] for k in ("pass@1", "pass@2", "pass@3", "maj@3", "mean@3")] == [pytest.approx(v, abs=1e-4) for v in (5 / 9, 2 / 3, 2 / 3, 2 / 3, 5 / 9)]
 
 
+def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_may_come():
+    answers, scores = ["7", "7.0", "3", "3", "5", None], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+    def vote(chosen):
+        values = [float(answers[i]) for i in chosen if answers[i]]
+        return float(bool(values) and max(values, key=values.count) == 7.0)  # of several the first
+
+    orders = list(itertools.permutations(range(6)))
+    records = [{"exact_match": {"strict-match": [scores[i] for i in o]}, "filtered_resps": {"strict-match": [answers[i] for i in o]}} for o in orders]
+    found = sampled_statistics(records)
+    for k in (1, 2, 4, 6):
+        choices = list(itertools.permutations(range(6), k))
+        assert found[f"pass@{k}"][0] == pytest.approx(np.mean([max(scores[i] for i in c) for c in choices]), abs=1e-4)
+        assert found[f"maj@{k}" if k > 1 else "mean@6"][0] == pytest.approx(np.mean([vote(c) for c in choices]), abs=1e-4)
+
+
 # Curves
 
 
@@ -164,3 +207,21 @@ def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     plots.draw({name: plots.read_metrics(tmp_path / name) for name in ("one", "two")}, tmp_path)
     assert b">two<" in (tmp_path / "curves.svg").read_bytes()
+
+
+def test_a_comparison_is_drawn_with_its_sides_and_differences(tmp_path):
+    draw = np.random.default_rng(0)
+    sides = [write(tmp_path / name, draw.random(100) < rate) for name, rate in (("before", 0.3), ("after", 0.5), ("other", 0.4))]
+    _, found = compare([sides[0], ",".join(sides[1:]), sides[2]])
+    plots.draw_comparison(found, tmp_path)
+    drawn = (tmp_path / "compare.svg").read_text()
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    for word in (">before<", ">after and 1 more<", ">other<", *(f">{f['difference']:+.3f}<" for f in found), *(f">{f['accuracy_b']:.3f}<" for f in found)):
+        assert word.replace("-", "\N{MINUS SIGN}") in drawn or word in drawn, word
+    for f in found:
+        assert f["accuracy_b_ci95"][0] < f["accuracy_b"] < f["accuracy_b_ci95"][1]
+    assert found[1]["accuracy_b_ci95"] == over_questions([r["exact_match"]["strict-match"][0] for r in rows_of(sides[2])])[1:]
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in open(f"{folder}/samples.jsonl")]

@@ -369,10 +369,14 @@ def test_prompts_that_take_the_place_of_ended_rows_are_answered_as_if_alone(llam
     done = []
     for sampling in (dict(), dict(samples=3, temperature=0.8, seed=2)):
         expected = plain.complete(many, 50, batch_rows=len(many) * 3, **sampling)
-        assert fast.complete(many, 50, batch_rows=9, progress=done.append, **sampling) == expected
+        assert fast.complete(many, 50, batch_rows=9, keep=lambda *kept: done.append(kept), **sampling) == expected
         assert fast.complete(many, 50, batch_rows=1, **sampling) == expected
         assert len({len(ids) for answers in expected for ids, _ in answers}) > 5, "rows must end at different times"
-    assert sum(done) == 2 * len(many), "the bar counts every prompt once"
+        assert sorted(done) == list(enumerate(expected)), "each is handed over once, as it ends"
+        assert done != sorted(done), "and before those before it have ended"
+        done.clear()
+        some = [3, 4, 17, 30]
+        assert fast.complete([many[i] for i in some], 50, places=some, **sampling) == [expected[i] for i in some], "by their places among all"
 
 
 @pytest.mark.parametrize(("family", "reason"), [("gemma3", "model type gemma3_text"), ("gpt2", "model type gpt2"), ("llama", None), ("odd", "forward")])

@@ -2,6 +2,12 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,8 +121,8 @@ def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
     problem = encoded(tokenizer, "q", "17", "")
     texts = ["<answer>17</answer>", "it is 17", "<answer>1</answer> 17", ""]
-    answers = [[(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]]
-    [r] = grpo_eval.grade([problem], grpo_eval.as_texts(answers, decoder), "xml")
+    answers = [(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]
+    [r] = grpo_eval.grade([problem], [grpo_eval.as_texts(answers, decoder)], "xml")
     assert r["resps"] == texts
     assert r["exact_match"] == {"strict-match": [1.0, 0.0, 0.0, 0.0], "flexible-extract": [1.0, 1.0, 1.0, 0.0]}
 
@@ -169,3 +175,115 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     assert [json.loads(line)["resps"] for line in (other / "samples_m3po.jsonl").read_text().splitlines()] == rows, "the same draws"
     with pytest.raises(SettingError, match="paths need each other"):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
+
+
+def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn(saved, monkeypatch, capsys):
+    rows = [{"question": f"{n} pens", "answer": str(n), "level": f"Level {n % 2}"} for n in range(6)]
+    (saved / "d" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = [evaluate(saved, "a")[1], evaluate(saved, "b", num_samples=4, temperature=1.0)[1]]
+    alone, sampled = ((folder / "curves.svg").read_text() for folder in folders)
+    for words, there in (("accuracy", (True, True)), ("by level", (True, True)), ("by subject", (False, False)), ("maj@k", (False, True))):
+        assert (words in alone, words in sampled) == there, words
+    assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
+    folders[1] = evaluate(saved, "c")[1]
+    monkeypatch.setattr(sys, "argv", ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "pictures")])
+    grpo_eval.main()
+    assert (saved / "pictures" / "compare.svg").exists()
+    *_, where, last = capsys.readouterr().out.splitlines()
+    assert where == f"drawn in {saved / 'pictures' / 'compare'}.svg and .png"
+    assert json.loads(last)[0]["difference"] == 0.0
+    monkeypatch.setattr(grpo_eval, "draw_evaluation", None)
+    with pytest.warns(UserWarning, match="no picture: TypeError"):
+        evaluate(saved, "d")
+    assert (saved / "runs" / "d" / "report.json").exists(), "an evaluation does not fail for want of a picture"
+
+
+# An evaluation that is cut off
+
+
+@pytest.fixture
+def many(saved):
+    """Thirty questions of different lengths."""
+    (saved / "d" / "test.jsonl").write_text("".join(json.dumps({"question": "pens " * (1 + n % 7) + str(n), "answer": str(n)}) + "\n" for n in range(30)))
+    return saved
+
+
+def texts_of(folder):
+    return {path.name: path.read_text() for path in folder.glob("samples*.jsonl")}
+
+
+def cut_off(monkeypatch, after, run):
+    """Run until `after` questions have ended."""
+    seen, real = [], grpo_eval.as_texts
+
+    def dies(*args):
+        seen.append(args)
+        if len(seen) > after:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(grpo_eval, "as_texts", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(grpo_eval, "as_texts", real)
+
+
+SAMPLED = dict(num_samples=3, temperature=0.8)
+
+
+@pytest.mark.parametrize(("settings", "after"), [({}, (11, 7)), (SAMPLED, (11, 7)), (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21))])
+def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(many, monkeypatch, capsys, settings, after):
+    """Cut off twice, the second time after going on; the last one while paths interact where they do."""
+    settings = dict(settings, batch_size=6)
+    whole, left_alone = evaluate(many, "whole", **settings)
+    for count in after:
+        cut_off(monkeypatch, count, lambda: evaluate(many, "cut", **settings))
+        folder = many / "runs" / "cut"
+        with open(folder / "answers-0.jsonl", "a") as file:
+            file.write('{"question": 29, "prompt_ha')
+        assert not (folder / "report.json").exists()
+    capsys.readouterr()
+    report, folder = evaluate(many, "cut", **settings)
+    assert f"{folder}: {min(30, sum(after))} of 30 questions are answered already" in capsys.readouterr().out
+    assert {**report, "seconds": 0} == {**whole, "seconds": 0}
+    assert texts_of(folder) == texts_of(left_alone)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in left_alone.iterdir()}, "what was kept is gone"
+
+
+def test_going_on_with_other_settings_questions_or_weights_is_refused(many, monkeypatch, tokenizer):
+    cut_off(monkeypatch, 5, lambda: evaluate(many, "cut"))
+    with pytest.raises(SettingError, match=r"unfinished evaluation of another kind \(temperature 0\.0 there, 0\.5 here\): give another --name"):
+        evaluate(many, "cut", temperature=0.5)
+    rows = (many / "d" / "test.jsonl").read_text()
+    (many / "d" / "test.jsonl").write_text(rows.replace("pens", "Pens"))
+    with pytest.raises(SettingError, match="answers other questions or prompts: give another --name"):
+        evaluate(many, "cut")
+    (many / "d" / "test.jsonl").write_text(rows)
+    save_model(build_model("llama", tokenizer, seed=1), tokenizer, many / "model", torch.float32)
+    with pytest.raises(SettingError, match=r"another kind \(answerer '"):
+        evaluate(many, "cut")
+    save_model(build_model("llama", tokenizer), tokenizer, many / "model", torch.float32)
+    assert evaluate(many, "cut", batch_size=2)[0]["questions"] == 30, "how it is decoded may change"
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_gone_on_with_by_one_give_the_same_numbers(many):
+    (many / "d" / "test.jsonl").write_text("".join(json.dumps({"question": f"{n} pens", "answer": str(n)}) + "\n" for n in range(400)))
+    flags = dict(model=many / "model", dataset=many / "d", output_dir=many / "runs", name="cut", max_completion_length=60, temperature=1.0, batch_size=2)
+    words = [sys.executable, "grpo_eval.py", *(f"--{k}={v}" for k, v in flags.items()), "--num_processes=2"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(words, cwd=Path(grpo_eval.__file__).parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    files = [many / "runs" / "cut" / f"answers-{rank}.jsonl" for rank in range(2)]
+    while not all(file.exists() and file.read_text().count("\n") > 3 for file in files):
+        assert run.poll() is None, run.stdout.read()
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.communicate(timeout=60)
+    time.sleep(1)  # its processes end with it
+    there = sum(file.read_text().count("\n") for file in files)
+    assert 8 <= there < 400
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
+    report, folder = grpo_eval.evaluate(grpo_eval.Config(**settings))
+    whole, left_alone = grpo_eval.evaluate(grpo_eval.Config(**settings | dict(name="whole", batch_size=64)))
+    assert texts_of(folder) == texts_of(left_alone)
+    assert {**report, "seconds": 0} == {**whole, "seconds": 0}
