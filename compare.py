@@ -199,6 +199,12 @@ def _p_of_draws(draws):
     return float(min(1.0, 2 * (min((draws <= 0).sum(), (draws >= 0).sum()) + 1) / (len(draws) + 1)))
 
 
+def shown_answers(record):
+    """The answer to a question, or of several samples how many are right."""
+    answers, right = record["filtered_resps"]["strict-match"], record["exact_match"]["strict-match"]
+    return repr(answers[0]) if len(answers) == 1 else f"{round(sum(right))} of {len(right)} right"
+
+
 def compare(words, shown=5):
     """The text and the dicts of a comparison of two or more sides, the first against each of the others."""
     (first, settings), *others = (read_side(word) for word in words)
@@ -222,6 +228,6 @@ def compare(words, shown=5):
         for word, sign in (("gained", 1), ("lost", -1)):
             for i in [i for i in range(len(gap)) if gap[i] * sign > 0][:shown]:
                 a, b = first.runs[0][i], side.runs[0][i]
-                pair = " | ".join(repr(r["filtered_resps"]["strict-match"][0]) for r in (a, b))
+                pair = " | ".join(shown_answers(r) for r in (a, b))
                 text.append(f"    {word} {a['doc_id']} (reference {a['target']!r}): {pair}")
     return "\n".join(text), [found for found, _, _ in results]
