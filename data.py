@@ -9,7 +9,7 @@ import math
 import random
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +26,10 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """`solution` is a worked solution ending in a line `#### answer` (GSM8K's own form), or empty; `response` a text to learn as it stands, or empty."""
+    """`solution` is a worked solution ending in a line `#### answer` (GSM8K's own form), or empty; `response` a text to learn as it stands, or empty.
+
+    `more`: the columns of the data that are none of these, as they came; reward functions get them.
+    """
 
     question: str
     answer: str
@@ -35,6 +38,7 @@ class Problem:
     level: str = ""
     id: str = ""
     response: str = ""
+    more: dict = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,14 @@ def _hub_rows(dataset, split):
 def _problem(where, row, columns, default_id, responses):
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
-    text = {}
-    for field, usual in (("question", QUESTION), ("answer", ANSWER), ("solution", SOLUTION)):
-        named = columns[field]
+    text, used = {}, {"response", *EXTRA}
+    for name, usual in (("question", QUESTION), ("answer", ANSWER), ("solution", SOLUTION)):
+        named = columns[name]
         if named is not None and named not in row:
-            raise DataError(f"{where}: has no column {named!r} for the {field}; there are: {', '.join(map(str, row))}")
+            raise DataError(f"{where}: has no column {named!r} for the {name}; there are: {', '.join(map(str, row))}")
         column = named or next((c for c in usual if c in row), None)
-        text[field] = _text(where, column, row[column]) if column is not None else ""
+        text[name] = _text(where, column, row[column]) if column is not None else ""
+        used.add(column)
     if "####" in text["answer"]:
         text["solution"], text["answer"] = text["solution"] or text["answer"], text["answer"].rpartition("####")[2]
     elif not text["answer"]:
@@ -175,10 +180,10 @@ def _problem(where, row, columns, default_id, responses):
     if not text["question"] or not (answer or response):
         found = ", ".join(map(str, row))
         raise DataError(f"{where}: has no {'answer' if text['question'] else 'question'} (columns: {found}); name it with a *_column setting or mend the row")
-    extra = {field: _text(where, column, row[column]) for column, field in EXTRA.items() if column in row}
-    return Problem(
-        text["question"], answer, _worked(text["solution"], answer), response=response, **{"id": default_id, **{k: v for k, v in extra.items() if v}}
-    )
+    extra = {name: _text(where, column, row[column]) for column, name in EXTRA.items() if column in row}
+    named = {"id": default_id, **{k: v for k, v in extra.items() if v}}
+    more = {column: value for column, value in row.items() if column not in used}
+    return Problem(text["question"], answer, _worked(text["solution"], answer), response=response, more=more, **named)
 
 
 def _text(where, column, value):

@@ -59,6 +59,7 @@ class Config:
     grading: str | None = setting(None, "what is right: number or math, as for grpo_train.py")
     system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
     chat_template_kwargs: str | None = setting(None, "JSON object handed to the chat template")
+    by: list[str] | None = setting(None, "columns of the data to report accuracy by, beside subject and level")
     max_prompt_length: int | None = setting(None, "longer prompts are skipped and counted; they count as wrong")
     max_completion_length: int | None = setting(None, "tokens an answer may have")
     ask: str | None = setting(None, "answer this one question instead, readably")
@@ -115,6 +116,12 @@ class Config:
         check_prompting(self)
 
 
+def check_columns(config, problems):
+    there = {column for p in problems for column in p.more}
+    if missing := [name for name in config.by or () if name not in there]:
+        raise SettingError("by", missing, f"the data has no such column; beside those that are read anyway there are: {', '.join(sorted(there)) or 'none'}")
+
+
 def as_texts(pairs, decoder):
     """Triples (text, tokens, whether it ended) of pairs (ids, whether EOS came)."""
     return [(decoder.text(ids, ended), len(ids), ended) for ids, ended in pairs]
@@ -124,7 +131,7 @@ def prompt_hash(problem):
     return hashlib.sha256(problem.prompt.encode()).hexdigest()
 
 
-def grade(problems, answers, answer_format, grading="number"):
+def grade(problems, answers, answer_format, grading="number", by=None):
     """One record a problem, with lm-evaluation-harness's names; answers: for each problem triples (text, tokens, whether it ended)."""
     written = [[text for text, _, _ in triples] for triples in answers]
     flat = [(text, problem.problem.answer) for problem, texts in zip(problems, written, strict=True) for text in texts]
@@ -139,7 +146,8 @@ def grade(problems, answers, answer_format, grading="number"):
         records.append({
             "doc_id": problem.problem.id, "prompt_hash": prompt_hash(problem), "prompt": problem.prompt,
             "target": problem.problem.answer,
-            "subject": problem.problem.subject, "level": problem.problem.level, "resps": texts,
+            "subject": problem.problem.subject, "level": problem.problem.level, "by": {name: problem.problem.more.get(name) for name in by or ()},
+            "resps": texts,
             "filtered_resps": {"strict-match": strict, "flexible-extract": flexible},
             "exact_match": {
                 "strict-match": next(right),
@@ -158,12 +166,13 @@ def summarise(records, skipped):
     for name, key in (("accuracy", "strict-match"), ("accuracy_last_number", "flexible-extract")):
         scores = [statistics.fmean(r["exact_match"][key]) for r in records] + missed
         report |= {name: round(statistics.fmean(scores), 4), f"{name}_ci95": over_questions(scores)[1:]}
-    for field in ("subject", "level"):
-        groups = {
-            value: [statistics.fmean(r["exact_match"]["strict-match"]) for r in records if r.get(field) == value] for value in {r.get(field) for r in records}
-        }
+    for field in ("subject", "level", *records[0].get("by", ())):
+        groups = {}
+        for r in records:
+            value = r["by"][field] if field in r.get("by", ()) else r.get(field)
+            groups.setdefault("" if value is None else str(value), []).append(statistics.fmean(r["exact_match"]["strict-match"]))
         if any(groups):
-            named = sorted(groups.items(), key=lambda kv: kv[0] or "")
+            named = sorted(groups.items())
             report[f"accuracy_by_{field}"] = {
                 v or "none": {"accuracy": round(statistics.fmean(s), 4), "ci95": over_questions(s)[1:], "questions": len(s)} for v, s in named
             }
@@ -250,6 +259,7 @@ def evaluate(config):
     device = accelerator.device
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems = problems_of(config)
+    check_columns(config, problems)
     asked, skipped = encode_prompts(problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config))
     folder = new_folder(config, config.model)
     model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
@@ -271,11 +281,11 @@ def evaluate(config):
     answers = answered("answers", folder, asked, accelerator, single)
     together = answered("answers_m3po", folder, asked, accelerator, interact) if config.m3po else None
     seconds = time.perf_counter() - started
-    records = grade(asked, answers, config.answer_format, config.grading)
+    records = grade(asked, answers, config.answer_format, config.grading, config.by)
     report = {"model": config.model, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
     if together is not None:
-        found = grade(asked, together, config.answer_format, config.grading)
+        found = grade(asked, together, config.answer_format, config.grading, config.by)
         report["m3po"] = summarise(found, skipped) | {"against_single_paths": compare_two(Side("single paths", [records]), Side("interacting", [found]))[0]}
     if accelerator.is_main_process:
         write_evaluation(folder, report, {"samples": records} | ({"samples_m3po": found} if config.m3po else {}))
@@ -286,6 +296,7 @@ def evaluate_server(config):
     """The same evaluation of a server's model: it gets the messages, and its own chat template makes the prompt of them."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     problems = problems_of(config)
+    check_columns(config, problems)
     server = connect(config.api, config.api_model, os.environ.get("OPENAI_API_KEY", ""), config.api_timeout)
     folder = new_folder(config, server.model)
     system = [{"role": "system", "content": system_prompt(config)}]
@@ -299,7 +310,7 @@ def evaluate_server(config):
 
     started = time.perf_counter()
     answers = answered("answers", folder, asked, accelerator, ask)
-    records = grade(asked, answers, config.answer_format, config.grading)
+    records = grade(asked, answers, config.answer_format, config.grading, config.by)
     report = {"model": server.model, "api": config.api, "dataset": config.dataset, "split": config.split, "answer_format": config.answer_format,
               **summarise(records, 0), "seconds": round(time.perf_counter() - started, 2)}  # fmt: skip
     if accelerator.is_main_process:

@@ -210,10 +210,9 @@ def draw_evaluation(report, records, folder):
     accuracies = {f"{word}{name}": (side[key], *side[f"{key}_ci95"]) for name, side in sides.items()
                   for word, key in (("in the format", "accuracy"), ("last number", "accuracy_last_number"))}  # fmt: skip
     panels = {"accuracy": lambda axis: _accuracies(axis, accuracies)}
-    for field in ("level", "subject"):
-        if groups := report.get(f"accuracy_by_{field}"):
-            rows = {f"{name} ({g['questions']})": (g["accuracy"], *g["ci95"]) for name, g in groups.items()}
-            panels[f"by {field} (questions)"] = lambda axis, rows=rows: _accuracies(axis, rows)
+    for key in (key for key in report if key.startswith("accuracy_by_")):
+        rows = {f"{name} ({g['questions']})": (g["accuracy"], *g["ci95"]) for name, g in report[key].items()}
+        panels[f"by {key.removeprefix('accuracy_by_')} (questions)"] = lambda axis, rows=rows: _accuracies(axis, rows)
     if "pass@1" in report:
 
         def samples(axis):

@@ -291,8 +291,9 @@ def _number(value, where, completion):
 
 
 def reward_columns(problems, texts, completion_ids, answer_format):
-    """What reward functions are given beside settings, a value a completion: problems and texts of the same length."""
-    return dict(
+    """What reward functions are given beside settings, a value a completion: problems and texts of the same length; other columns of the data too."""
+    more = {column: [p.more.get(column) for p in problems] for column in dict.fromkeys(column for p in problems for column in p.more)}
+    return more | dict(
         prompts=[[{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
         completion_ids=completion_ids,

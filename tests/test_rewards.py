@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from data import load_problems
 from rewards import (
     ANSWER_FORMATS,
     REWARD_SETS,
@@ -30,6 +31,7 @@ from rewards import (
     numeric_reward,
     parse_number,
     r1_format_reward,
+    reward_columns,
     soft_format_reward,
     strict_correctness_reward,
     strict_format_reward,
@@ -550,3 +552,14 @@ def test_every_shared_graded_completion_gets_its_values():
         }
         wrong += [(case["id"], name) for name, right in checks.items() if not right]
     assert wrong == []
+
+
+def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
+    """Tests of a program, a hint, a source: what the user's own data holds beside question and answer, None where a row has none."""
+    rows = [{"question": "a", "answer": "1", "tests": ["f(1) == 2"]}, {"question": "b", "answer": "2", "level": "3", "source": "book"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = reward_columns(load_problems(str(tmp_path)), ["x", "y"], [[1], [2]], "xml")
+    assert columns["tests"] == [["f(1) == 2"], None]
+    assert columns["source"] == [None, "book"]
+    assert columns["answer"] == ["1", "2"]
+    assert "level" not in columns

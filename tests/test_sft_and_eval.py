@@ -97,6 +97,19 @@ def test_the_summary_counts_skipped_questions_as_wrong():
     assert report["accuracy_last_number"] == 0.75
 
 
+def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
+    rows = [{"question": "pens " * n, "answer": str(n), "operation": "plus" if n % 2 else "minus", "digits": n} for n in range(1, 7)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = dict(model=str(tmp_path / "model"), dataset=str(tmp_path), output_dir=str(tmp_path), max_completion_length=4)
+    report, folder = grpo_eval.evaluate(grpo_eval.Config(name="e", by=["operation", "digits"], **flags))
+    assert {name: group["questions"] for name, group in report["accuracy_by_operation"].items()} == {"minus": 3, "plus": 3}
+    assert len(report["accuracy_by_digits"]) == 6
+    assert (folder / "curves.png").exists()
+    with pytest.raises(SettingError, match="no such column.*there are: digits, operation"):
+        grpo_eval.evaluate(grpo_eval.Config(name="f", by=["topic"], **flags))
+
+
 def test_wilson_s_interval_by_hand():
     n, k, z = 20, 5, 1.959964
     p = k / n
