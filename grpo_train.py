@@ -3,7 +3,7 @@
     python grpo_train.py --config configs/tiny.yaml        the whole job on a laptop, in minutes
     python grpo_train.py --help                            every setting
 
-The loop of `train` is the algorithm; its numbered comments are those of the README.
+The loop of `run` is the algorithm; its numbered comments are those of the README.
 Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G), T completion tokens.
 """
 
@@ -201,7 +201,12 @@ def importance_weights(old_logp, sampler_logp, cap):
 
 def train(config):
     """Run a whole training; returns the output directory."""
-    accelerator, stop = start_processes(config), Stop(config.stop_after)
+    accelerator = start_processes(config)
+    with Stop(config.stop_after) as stop:
+        return run(config, accelerator, stop)
+
+
+def run(config, accelerator, stop):
     functions = reward_functions(config)
     refuse_used(config)
     start = config.model if config.warm_start == "none" else warm_start(config, accelerator, stop)
@@ -226,7 +231,6 @@ def train(config):
     checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS)
     done = checkpoints.resume(total, budget) if config.resume else None  # what is finished, and what of it is saved
     if done == FINISHED:
-        stop.close()
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
     done = done or {"step": 0, "place": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
@@ -324,7 +328,6 @@ def train(config):
 
     log.close()
     finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
-    stop.close()
     return folder
 
 

@@ -205,6 +205,14 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
     assert all(torch.equal(tensor, made_up[0][name]) for name, tensor in whole[0].items())
 
 
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_path, monkeypatch):
+    """In a notebook Ctrl-C did nothing any more, the first time."""
+    before = {name: signal.getsignal(name) for name in signal.valid_signals()}
+    run(settings_of(start, tmp_path / "out", script, max_completion_length=64), kill_at=1, script=script, monkeypatch=monkeypatch)
+    assert {name: signal.getsignal(name) for name in signal.valid_signals()} == before
+
+
 def test_the_time_limit_stops_as_a_signal_does(start, tmp_path):
     with pytest.raises(SystemExit) as left:
         grpo_train.train(settings_of(start, tmp_path / "out", stop_after=1e-6))
