@@ -266,7 +266,10 @@ def run(config, accelerator, stop):
         # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
         score(functions, sampled, config, step, gather_object)
         all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-        all_rewards, place, extra = give_way(decoder, functions, problems, batch, own, place, sampled, all_rewards, config, step)
+        given = give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step)
+        if given is None:
+            leave(stop, checkpoints, done if done["step"] > saved else None)
+        all_rewards, place, extra = given
         mine, rollout, completions, texts, rewards, parts = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
@@ -392,10 +395,10 @@ def score(functions, sampled, config, step, gather=lambda values: []):
     sampled.rewards, sampled.parts = compute_rewards(functions, step=step + 1, timeout=config.reward_timeout, gather=gather, **columns)
 
 
-def give_way(decoder, functions, problems, batch, own, place, sampled, all_rewards, config, step):
+def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):
     """Dynamic sampling: groups whose rewards are all equal are replaced by fresh problems, in `batch` and in `sampled`, as often as the settings allow.
 
-    Returns all processes' rewards, the next place in the data, and what to log. The same on any number of processes.
+    Returns all processes' rewards, the next place in the data, and what to log; None where the run was told to stop. The same on any number of processes.
     """
     replaced = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
     for retry in range(1, config.dynamic_sampling + 1):
@@ -405,8 +408,11 @@ def give_way(decoder, functions, problems, batch, own, place, sampled, all_rewar
         for i, fresh in zip(dead, problem_batch(len(problems), len(dead), place, config.seed), strict=True):
             batch[i] = problems[fresh]
         place += len(dead)
-        if again := [i for i in dead if i in own]:
-            new = sample(decoder, batch, again, config, step, retry)
+        again = [i for i in dead if i in own]
+        new = unless_stopped(decoder, stop, lambda: again and sample(decoder, batch, again, config, step, retry))  # noqa: B023
+        if new is None:
+            return None
+        if again:
             score(functions, new, config, step)
             sampled.replace([i - own.start for i in again], new, decoder.tables.pad_id)
         all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
