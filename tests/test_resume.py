@@ -508,8 +508,23 @@ def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_lef
     from benchmarks.kill import killed_and_resumed
 
     kills = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume"), tmp_path / "cut", kills=4, seed=1)
-    assert kills == 4
+    assert len(kills) == 4
     assert_same(left_alone(1), tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_killed_in_the_warm_start_or_after_it_too(start, tmp_path):
+    from benchmarks.kill import killed_and_resumed
+
+    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 40\nbatch_size: 8\nmax_completion_length: 64\nsave_every: 3\nlearning_rate: 1e-3\n")
+    words = dict(warm_start=tmp_path / "warm.yaml", num_steps=12, eval_every=0, save_every=2)
+    whole = begin(words_of(start, tmp_path / "whole", **words))
+    printed = whole.communicate(timeout=180)[0]
+    assert whole.returncode == 0, printed
+    killed = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume", **words), tmp_path / "cut", kills=5, seed=1)
+    assert killed[0] == "warm start"
+    for folder in (".", "warm_start"):
+        assert_same(tmp_path / "whole" / folder, tmp_path / "cut" / folder)
 
 
 # The best model, and patience
