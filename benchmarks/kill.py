@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--config=configs/tiny.yaml", "--model=tiny", "--batch_size=8", "--eval_every=0", "--save_every=2", "--keep_checkpoints=2", "--beta=0.04", "--mu=2"]
-WARM_START = "num_steps: 60\nnum_epochs: null\nbatch_size: 16\nlearning_rate: 3e-3\nsave_every: 3\nkeep_checkpoints: 2\n"
+WARM_START = "num_steps: 24\nnum_epochs: null\nbatch_size: 16\nlearning_rate: 3e-3\nsave_every: 3\nkeep_checkpoints: 2\n"
 CASES = {"tiny": ["--num_steps=400", "--warm_start=none"], "warm-start": ["--num_steps=60", "--warm_start={folder}/warm_start.yaml"]}
 
 
