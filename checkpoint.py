@@ -40,6 +40,7 @@ class Stop:
     """Remembers that a signal came, or that the time is over. The handler sets a flag and does nothing else; a later Ctrl-C leaves at once.
 
     The same signal can come twice, from a cluster to every process and from the one that started this: only a Ctrl-C a second later is a second one.
+    `with` puts the handlers back that were there before, however the training ends.
     """
 
     def __init__(self, minutes=None):
@@ -48,7 +49,10 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             self.before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._came)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         for name, handler in self.before.items():
             signal.signal(name, handler)
 
@@ -380,5 +384,4 @@ def leave(stop, checkpoints, done):
     checkpoints.accelerator.wait_for_everyone()
     if checkpoints.held is not None:
         checkpoints.held.close()
-    stop.close()
     sys.exit(128 + number)

@@ -3,7 +3,7 @@
     python grpo_train.py --config configs/tiny.yaml        the whole job on a laptop, in minutes
     python grpo_train.py --help                            every setting
 
-The loop of `train` is the algorithm; its numbered comments are those of the README.
+The loop of `run` is the algorithm; its numbered comments are those of the README.
 Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G), T completion tokens.
 """
 
@@ -203,7 +203,12 @@ def importance_weights(old_logp, sampler_logp, cap):
 
 def train(config):
     """Run a whole training; returns the output directory."""
-    accelerator, stop = start_processes(config), Stop(config.stop_after)
+    accelerator = start_processes(config)
+    with Stop(config.stop_after) as stop:
+        return run(config, accelerator, stop)
+
+
+def run(config, accelerator, stop):
     functions = reward_functions(config)
     refuse_used(config)
     start = config.model if config.warm_start == "none" else warm_start(config, accelerator, stop)
@@ -228,7 +233,6 @@ def train(config):
     checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS)
     done = checkpoints.resume(total, budget) if config.resume else None  # what is finished, and what of it is saved
     if done == FINISHED:
-        stop.close()
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
     done = done or {"step": 0, "place": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
@@ -264,7 +268,10 @@ def train(config):
         # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
         score(functions, sampled, config, step, gather_object)
         all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-        all_rewards, place, extra = give_way(decoder, functions, problems, batch, own, place, sampled, all_rewards, config, step)
+        given = give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step)
+        if given is None:
+            leave(stop, checkpoints, done if done["step"] > saved else None)
+        all_rewards, place, extra = given
         mine, rollout, completions, texts, rewards, parts = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
@@ -325,7 +332,6 @@ def train(config):
 
     log.close()
     finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
-    stop.close()
     return folder
 
 
@@ -390,10 +396,10 @@ def score(functions, sampled, config, step, gather=lambda values: []):
     sampled.rewards, sampled.parts = compute_rewards(functions, step=step + 1, timeout=config.reward_timeout, gather=gather, **columns)
 
 
-def give_way(decoder, functions, problems, batch, own, place, sampled, all_rewards, config, step):
+def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):
     """Dynamic sampling: groups whose rewards are all equal are replaced by fresh problems, in `batch` and in `sampled`, as often as the settings allow.
 
-    Returns all processes' rewards, the next place in the data, and what to log. The same on any number of processes.
+    Returns all processes' rewards, the next place in the data, and what to log; None where the run was told to stop. The same on any number of processes.
     """
     replaced = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
     for retry in range(1, config.dynamic_sampling + 1):
@@ -403,8 +409,11 @@ def give_way(decoder, functions, problems, batch, own, place, sampled, all_rewar
         for i, fresh in zip(dead, problem_batch(len(problems), len(dead), place, config.seed), strict=True):
             batch[i] = problems[fresh]
         place += len(dead)
-        if again := [i for i in dead if i in own]:
-            new = sample(decoder, batch, again, config, step, retry)
+        again = [i for i in dead if i in own]
+        new = unless_stopped(decoder, stop, lambda: again and sample(decoder, batch, again, config, step, retry))  # noqa: B023
+        if new is None:
+            return None
+        if again:
             score(functions, new, config, step)
             sampled.replace([i - own.start for i in again], new, decoder.tables.pad_id)
         all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)

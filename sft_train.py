@@ -5,6 +5,7 @@
 It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it by itself.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -94,8 +95,12 @@ def as_rollout(pairs, tables, device):
 
 def train(config, stop=None):
     """Run a whole supervised training; returns the output directory. `stop`: of the run that this is the warm start of."""
-    accelerator, outer = start_processes(config), stop
-    stop = stop or Stop(config.stop_after)
+    accelerator = start_processes(config)
+    with contextlib.nullcontext(stop) if stop else Stop(config.stop_after) as stop:
+        return run(config, accelerator, stop)
+
+
+def run(config, accelerator, stop):
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
     pairs = responses(problems, tokenizer, config)
@@ -113,8 +118,6 @@ def train(config, stop=None):
     checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, logs=LOGS)
     done = checkpoints.resume(total, budget) if config.resume else None
     if done == FINISHED:
-        if outer is None:
-            stop.close()
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
     done = done or {"step": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
@@ -169,8 +172,6 @@ def train(config, stop=None):
             break
     log.close()
     finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
-    if outer is None:
-        stop.close()
     return folder
 
 

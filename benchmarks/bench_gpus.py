@@ -3,8 +3,9 @@
     python benchmarks/bench_gpus.py [--gpus 1 2] [--cases 1.5b-8x8 3b-fsdp]
 
 Random weights at real sizes, prompts of 128 tokens, the same work on each GPU: 8 prompts x 8 completions of 256 tokens, or the original recipe's 7 x 12 of
-400. Seconds are medians over the steps after the first two. The cost model: gradients (4 bytes a weight) go over a ring, 2 (n - 1) / n of them through each
-GPU at the measured rate of an all-reduce, after the backward of the last micro-batch where nothing hides them; the rest of a step is that of one GPU.
+400. Seconds are medians over the steps after the first two; gathering the rewards is in reward_seconds. Measured alone: an all-reduce of the gradients, and
+a gathering. The cost model, from one GPU and two: gradients (4 bytes a weight) go over a ring, 2 (n - 1) / n of them through each GPU at the measured rate
+of an all-reduce, after the backward of the last micro-batch where nothing hides them; the rest of a step is that of one GPU.
 """
 
 import argparse
@@ -31,7 +32,7 @@ CASES = {  # shape, prompts a GPU, generations, completion tokens, flags
     "3b-fsdp": ("3b", 8, 8, 256, ["--fsdp", "true"]),
 }
 REWARD = "import zlib\n\ndef chance(completions, **kwargs):\n    return [zlib.crc32(str(c).encode()) % 1000 / 1000 for c in completions]\n"
-ALL_REDUCE = """
+COLLECTIVES = """
 import os, time, torch, torch.distributed as dist
 cuda = torch.cuda.is_available()
 if cuda: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -42,7 +43,12 @@ for turn in range(2):
     start = time.perf_counter()
     for _ in range(5): dist.all_reduce(x.fill_(1.0))
     if cuda: torch.cuda.synchronize()
-if dist.get_rank() == 0: print(4 * x.numel() / (time.perf_counter() - start) * 5)
+rate = 4 * x.numel() / (time.perf_counter() - start) * 5
+rewards, everyone = [0.5] * 64, [None] * dist.get_world_size()
+for turn in range(2):
+    start = time.perf_counter()
+    for _ in range(20): dist.all_gather_object(everyone, rewards)
+if dist.get_rank() == 0: print(rate, (time.perf_counter() - start) / 20)
 dist.destroy_process_group()
 """
 
@@ -82,13 +88,14 @@ def one_run(case, gpus, folder, steps, emit):
     return middle
 
 
-def all_reduce_rate(gpus):
-    """Bytes of gradients that an all-reduce over that many GPUs gets done in a second."""
+def collectives(gpus):
+    """Bytes of gradients that an all-reduce over that many GPUs gets done in a second, and seconds of a gathering of 64 rewards from each."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-        script.write(ALL_REDUCE)
+        script.write(COLLECTIVES)
         script.flush()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", script.name]
-        return float(subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True).stdout.split()[-1])
+        printed = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True).stdout
+        return tuple(map(float, printed.split()[-2:]))
 
 
 def cost_model(case, runs, parameters, rate, emit):
@@ -114,20 +121,23 @@ def main():
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rate = None
-        if max(args.gpus) > 1:
-            rate = all_reduce_rate(2)
-            emit("2 GPUs", "all_reduce_rate", rate / 1e9, "GB/s of gradients")
+        rates = {}
+        for gpus in sorted({2, *args.gpus} - {1}) if max(args.gpus) > 1 else ():
+            rates[gpus], gather = collectives(gpus)
+            emit(f"{gpus} GPUs", "all_reduce_rate", rates[gpus] / 1e9, "GB/s of gradients")
+            emit(f"{gpus} GPUs", "gather_seconds", gather, "s")
         for case in args.cases:
             parameters, runs = prepare(CASES[case][0], folder), {}
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             for gpus in (n for n in args.gpus if n > 1 or "--fsdp" not in CASES[case][4]):
                 runs[gpus] = one_run(case, gpus, folder, args.steps, emit)
+                if gpus > 1 and "--fsdp" not in CASES[case][4]:  # which scatters them instead
+                    emit(f"{case} on {gpus}", "all_reduce_seconds", 4 * parameters / rates[gpus], "s")
                 if 1 in runs and gpus > 1:
                     emit(f"{case} on {gpus}", "speedup", runs[gpus]["completions_per_s"] / runs[1]["completions_per_s"], "")
-            if rate and 1 in runs:
-                cost_model(case, runs, parameters, rate, emit)
+            if rates and 1 in runs:
+                cost_model(case, runs, parameters, rates[2], emit)
     write_results("bench_gpus", rows, gpus=torch.cuda.device_count())
 
 

@@ -150,10 +150,15 @@ def bench_generation():
 
 
 def kill():
-    cases, result = values("kill")
-    m = cases["tiny"]
-    equal = "equal those of a run left alone, to the bit" if m["weights_equal"] else "DIFFER from those of a run left alone"
-    return f"{m['kills']} times kill -9 at random moments of a run of {m['lines']} steps, then the same command: the weights {equal}. `{where(result)}`."
+    lines = []
+    for path in sorted(RESULTS.glob("kill*.json")):
+        cases, result = values(path.stem)
+        for m in cases.values():
+            run = f"a run of {m['lines']} steps"
+            run += f" with a warm start ({m['kills_in_warm_start']} of the kills in it)" if m.get("kills_in_warm_start") else ""
+            equal = "equal those of a run left alone, to the bit" if m["weights_equal"] else "DIFFER from those of a run left alone"
+            lines.append(f"{m['kills']} times kill -9 at random moments of {run}, then the same command: the weights {equal}. `{where(result)}`.")
+    return "\n\n".join(lines)
 
 
 def harness():

@@ -1,5 +1,6 @@
 """What the README says is what the result files say, and its commands are commands."""
 
+import importlib
 import json
 import re
 import shlex
@@ -29,6 +30,27 @@ def test_a_result_file_says_where_its_numbers_come_from(path):
     assert (ROOT / result["script"]).exists()
     assert all(set(row) == {"case", "metric", "value", "unit"} for row in result["rows"])
     assert not re.search(r"(^|\s)/\w+/", result["command"]), "no folder of one machine"
+
+
+@pytest.fixture
+def bench_gpus(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("bench_gpus")
+
+
+def test_the_cost_model_by_hand(bench_gpus):
+    """A gigabyte of gradients over a ring of a gigabyte a second: 2 (n - 1) / n seconds, behind a step of one second."""
+    rows = {}
+    bench_gpus.cost_model("case", {1: {"step_seconds": 1.0}}, 250_000_000, 1e9, lambda case, metric, value, unit: rows.update({(case, metric): value}))
+    assert [rows[f"case on {n}", "all_reduce_seconds_predicted"] for n in (2, 4, 8)] == pytest.approx([1.0, 1.5, 1.75])
+    assert [rows[f"case on {n}", "speedup_predicted"] for n in (2, 4, 8)] == pytest.approx([2 / 2, 4 / 2.5, 8 / 2.75])
+
+
+@pytest.mark.slow
+def test_the_collectives_are_timed_on_the_cpu_too(bench_gpus):
+    rate, gather = bench_gpus.collectives(3)
+    assert 1e6 < rate < 1e12
+    assert 0 < gather < 1
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "grpo_" in c])

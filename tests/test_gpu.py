@@ -1,7 +1,12 @@
 """What only a GPU can show: bf16 sampling against bf16-autocast scoring, and the plain facts of the CPU tests on the card. `pytest -m gpu`"""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from backbones import attend, rms_norm
 from conftest import build_model
@@ -11,6 +16,7 @@ from m3po_module import cosines, products
 from training import Scorer, refresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ROOT = Path(__file__).parents[1]
 T = 32
 
 
@@ -258,3 +264,48 @@ def test_the_kernel_that_blends_equals_plain_torch():
     assert torch.allclose(made[0][2][used], made[1][2][used], atol=1e-5)
     assert (made[0][1].sum(-1) > 0).sum() >= 6
     assert not torch.equal(made[0][0], embeds)
+
+
+PAYS = """
+import os, signal
+from pathlib import Path
+
+calls, told = 0, Path(__file__).with_name("told")
+
+def pays(completions, **kwargs):  # where there is a file `told`, the fourth step is the last
+    global calls
+    calls += 1
+    if calls == 4 and told.exists():
+        told.unlink()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(len(c[0]["content"]) % 5) for c in completions]
+"""
+
+
+def stopped_and_left_alone(folder, *flags):
+    """Mean differences of a weight: of two runs that were left alone, and of one that was stopped and resumed from the nearer of them. On any device."""
+    (folder / "pays.py").write_text(PAYS)
+    settings = dict(config="configs/tiny.yaml", warm_start="none", model="tiny", reward=f"{folder}/pays.py:pays", num_processes=1, num_steps=6, eval_every=0,
+                    batch_size=4, num_generations=4, max_completion_length=24, beta=0.1, mu=2)  # fmt: skip
+
+    def trained(name, *more, status=0):
+        words = [*(f"--{k}={v}" for k, v in settings.items()), f"--output_dir={folder / name}", *flags, *more]
+        done = subprocess.run([sys.executable, "grpo_train.py", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        return None if status else load_file(folder / name / "model.safetensors")
+
+    def apart(a, b):
+        return float(torch.cat([(a[name] - b[name]).abs().flatten() for name in a]).mean())
+
+    alone = [trained("first"), trained("second")]
+    (folder / "told").touch()
+    trained("cut", status=143)
+    resumed = trained("cut", "--resume")
+    return apart(*alone), min(apart(resumed, other) for other in alone)
+
+
+@pytest.mark.parametrize(("compiled", "least"), [("false", 0.0), ("true", 1e-6)])
+def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_two_of_those(compiled, least, tmp_path):
+    """In float32, where the last bit seldom moves a draw. A resumed run compiles for the sizes that it sees first; a step moves a weight by 1e-4 and more."""
+    noise, resumed = stopped_and_left_alone(tmp_path, "--bf16=false", f"--torch_compile={compiled}")
+    assert resumed <= max(4 * noise, least)

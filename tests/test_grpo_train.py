@@ -719,34 +719,23 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_two():
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_run_that_one_gives(warm, tmp_path):
-    """I3, I10: seven problems do not divide by two processes; TRL PR#2824 sampled the same texts on each."""
-    flags = (
-        "--batch_size",
-        "7",
-        "--max_grad_norm",
-        "0.1",
-        "--beta",
-        "0.04",
-        "--micro_batch_tokens",
-        "300",
-        "--max_completion_length",
-        "24",
-        "--log_groups",
-        "5",
-    )
-    done = command("grpo_train.py", *SHORT, "--warm_start", "none", "--model", warm, "--output_dir", tmp_path / "two", *flags, nproc=2)
+@pytest.mark.parametrize(("processes", "problems"), [(2, 7), (2, 8), (4, 8), (8, 8), (4, 9)])
+def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, tmp_path):
+    """I3, I10: seven problems do not divide by two processes, nor nine by four; TRL PR#2824 sampled the same texts on each."""
+    flags = ("--batch_size", problems, "--max_grad_norm", "0.1", "--beta", "0.04", "--micro_batch_tokens", "300", "--max_completion_length", "24",
+             "--log_groups", "5", "--cpu_threads", "1")  # fmt: skip
+    done = command("grpo_train.py", *SHORT, "--warm_start", "none", "--model", warm, "--output_dir", tmp_path / "many", *flags, nproc=processes)
     assert done.returncode == 0, done.stderr[-2000:]
-    run_short(warm, tmp_path / "one", *flags)
-    one, two = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "two"))
+    run_short(warm, tmp_path / "one", *map(str, flags))
+    one, many = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "many"))
     assert [(r["step"], r["example_id"], r["completion"], r["reward"]) for r in one] == [
-        (r["step"], r["example_id"], r["completion"], r["reward"]) for r in two
+        (r["step"], r["example_id"], r["completion"], r["reward"]) for r in many
     ]
-    assert [sum("mix" in r for r in records) for records in (one, two)] == [3 * 5 * 4] * 2
-    for a, b in zip(lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "two" / "metrics.jsonl"), strict=True):
+    assert [sum("mix" in r for r in records) for records in (one, many)] == [3 * 5 * 4] * 2
+    for a, b in zip(lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "many" / "metrics.jsonl"), strict=True):
         for name in ("loss", "grad_norm", "kl", "entropy", "reward", "completion_length", "thinking_paths", "frac_reward_zero_std"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
-    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two")]
+    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "many")]
     assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-5
 
 

@@ -25,11 +25,32 @@ from conftest import a_model_and_problems
 ROOT = Path(__file__).parents[1]
 
 
+PAYS = """
+import os, signal
+from pathlib import Path
+
+calls, told = 0, Path(__file__).with_name("told")
+
+def pays(completions, **kwargs):
+    return [float(len(c[0]["content"]) % 5) for c in completions]
+
+def pays_some(completions, answer, **kwargs):
+    global calls
+    calls += 1
+    values = [0.0 if int(a) % 4 else value for a, value in zip(answer, pays(completions))]  # no signal for half of the problems
+    if os.environ.get("RANK") == "1" and calls > 5 and all(int(a) % 4 == 0 for a in answer) and told.exists():
+        told.write_text(str(Path(told.read_text(), "metrics.jsonl").read_text().count("\\n")))
+        told.rename(told.with_name("steps"))
+        os.kill(os.getpid(), signal.SIGTERM)
+    return values
+"""
+
+
 @pytest.fixture(scope="session")
 def start(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     a_model_and_problems(folder, "qwen2", tokenizer)
-    (folder / "pays.py").write_text("def pays(completions, **kwargs):\n    return [float(len(c[0]['content']) % 5) for c in completions]\n")
+    (folder / "pays.py").write_text(PAYS)
     return folder
 
 
@@ -203,6 +224,36 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
     whole, made_up = everything(uninterrupted("full")), everything(out)
     assert whole[1:] == made_up[1:]
     assert all(torch.equal(tensor, made_up[0][name]) for name, tensor in whole[0].items())
+
+
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_path, monkeypatch):
+    """In a notebook Ctrl-C did nothing any more, the first time."""
+    before = {name: signal.getsignal(name) for name in signal.valid_signals()}
+    run(settings_of(start, tmp_path / "out", script, max_completion_length=64), kill_at=1, script=script, monkeypatch=monkeypatch)
+    assert {name: signal.getsignal(name) for name in signal.valid_signals()} == before
+
+
+def test_a_signal_in_an_extra_rollout_does_not_wait_for_the_step_which_is_done_again_alike(start, tmp_path, monkeypatch):
+    settings, honest, whole = dict(dynamic_sampling=2, reward=[f"{start}/pays.py:pays_some"], save_every=0), grpo_train.sample, []
+    run(settings_of(start, tmp_path / "whole", **settings))
+
+    def told(decoder, batch, groups, config, step, retry=0):
+        if step == 4 and retry:
+            signal.raise_signal(signal.SIGTERM)
+        sampled = honest(decoder, batch, groups, config, step, retry)
+        whole.append((step, retry))
+        return sampled
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo_train, "sample", told)
+        with pytest.raises(SystemExit) as left:
+            grpo_train.train(settings_of(start, tmp_path / "cut", **settings))
+    assert left.value.code == 143
+    assert whole[-1] == (4, 0), "the extra rollout was broken off"
+    assert checkpoints(tmp_path / "cut")[0].name == "checkpoint-4"
+    run(settings_of(start, tmp_path / "cut", resume=True, **settings))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_the_time_limit_stops_as_a_signal_does(start, tmp_path):
@@ -432,13 +483,48 @@ def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left
 
 
 @pytest.mark.slow
+def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_the_other_samples(start, tmp_path):
+    """Every group of process 1 has a signal when it is told to stop, none is its to sample, and process 0 must not wait for it for ever."""
+    words = dict(num_processes=2, num_steps=12, eval_every=0, save_every=0, reward=f"{start}/pays.py:pays_some", dynamic_sampling=3)
+    whole = begin(words_of(start, tmp_path / "whole", **words))
+    printed = whole.communicate(timeout=180)[0]
+    assert whole.returncode == 0, printed
+    (start / "told").write_text(str(tmp_path / "cut"))
+    cut = begin(words_of(start, tmp_path / "cut", **words))
+    printed = cut.communicate(timeout=180)[0]
+    assert cut.returncode == 143, printed
+    steps = int((start / "steps").read_text())
+    assert f"stopped by SIGTERM: saved checkpoint-{steps};" in printed, "the step was not finished"
+    assert json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[steps])["extra_rollouts"] > 0
+    again = begin(words_of(start, tmp_path / "cut", "--resume", **words))
+    printed = again.communicate(timeout=180)[0]
+    assert again.returncode == 0, printed
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_left_alone(start, left_alone, tmp_path):
     """The short version of benchmarks/kill.py."""
     from benchmarks.kill import killed_and_resumed
 
     kills = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume"), tmp_path / "cut", kills=4, seed=1)
-    assert kills == 4
+    assert len(kills) == 4
     assert_same(left_alone(1), tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_killed_in_the_warm_start_or_after_it_too(start, tmp_path):
+    from benchmarks.kill import killed_and_resumed
+
+    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 40\nbatch_size: 8\nmax_completion_length: 64\nsave_every: 3\nlearning_rate: 1e-3\n")
+    words = dict(warm_start=tmp_path / "warm.yaml", num_steps=12, eval_every=0, save_every=2)
+    whole = begin(words_of(start, tmp_path / "whole", **words))
+    printed = whole.communicate(timeout=180)[0]
+    assert whole.returncode == 0, printed
+    killed = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume", **words), tmp_path / "cut", kills=5, seed=1)
+    assert killed[0] == "warm start"
+    for folder in (".", "warm_start"):
+        assert_same(tmp_path / "whole" / folder, tmp_path / "cut" / folder)
 
 
 # The best model, and patience
