@@ -272,14 +272,14 @@ def run(config, accelerator, stop):
         if given is None:
             leave(stop, checkpoints, done if done["step"] > saved else None)
         all_rewards, place, extra = given
-        mine, rollout, completions, texts, rewards, parts = sampled
+        mine, rollout, completions, texts, retries, rewards, parts = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
         reward_seconds = watch.lap()
 
         # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
         learning_rate = schedule.get_last_lr()[0]
-        inside = look_inside(decoder, Scorer(sampler, decoder.tables), rollout, step, config) if accelerator.is_main_process else None
+        inside = look_inside(Scorer(sampler, decoder.tables), rollout, step, retries[0], config) if accelerator.is_main_process else None
         watch.lap()
         update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget)
         shown = refresh(sampler, policy)
@@ -362,6 +362,7 @@ class Sampled:
     rollout: Rollout
     completions: list  # (ids, whether EOS came)
     texts: list
+    retries: list  # of each group, which of the step's rollouts it comes from: 0, or with dynamic sampling a later one
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # each function's own values
 
@@ -374,7 +375,7 @@ class Sampled:
         self.rollout = self.rollout.with_groups(places, other.rollout, pad_id)
         pairs = [(getattr(self, name), getattr(other, name)) for name in ("completions", "texts", "rewards")]
         for n, place in enumerate(places):
-            self.problems[place] = other.problems[n]
+            self.problems[place], self.retries[place] = other.problems[n], other.retries[n]
             for old, new in pairs + [(self.parts[name], other.parts[name]) for name in self.parts]:
                 old[place * G : (place + 1) * G] = new[n * G : (n + 1) * G]
 
@@ -386,7 +387,7 @@ def sample(decoder, batch, groups, config, step, retry=0):
     ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
     rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
     completions = rollout.completions()
-    return Sampled(problems, rollout, completions, [decoder.text(*pair) for pair in completions])
+    return Sampled(problems, rollout, completions, [decoder.text(*pair) for pair in completions], [retry] * len(problems))
 
 
 def score(functions, sampled, config, step, gather=lambda values: []):
@@ -547,7 +548,7 @@ def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, conf
 
     alone: G lists of the ids that the first group would have had with nobody heard; where they differ, the line says so.
     """
-    mine, rollout, completions, texts, rewards, parts = sampled
+    mine, rollout, completions, texts, _, rewards, parts = sampled
     G, records = config.num_generations, []
     first_row = shard(config.batch_size, accelerator, G).start
     right = right_answers(texts, [p.problem.answer for p in mine for _ in range(G)], config.answer_format, config.grading)
@@ -581,12 +582,12 @@ def debug_every():
     return int(value)
 
 
-def look_inside(decoder, scorer, rollout, step, config):
+def look_inside(scorer, rollout, step, retry, config):
     """What the paths of the first group did to each other, in the steps where somebody wants to know; None in others, and where nobody listens."""
     wanted = any(every and step % every == 0 for every in (config.inspect_every, debug_every()))
     if rollout.mix is None or not wanted:
         return None
-    uniforms = rollout_uniforms(config.seed, step, 0, config.num_generations, config.max_completion_length)
+    uniforms = rollout_uniforms(config.seed, step, retry, config.num_generations, config.max_completion_length)
     return interaction_effect(scorer, rollout, uniforms)
 
 

@@ -680,6 +680,19 @@ def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
         assert not any("alone" in r for r in lines(out / "rollouts.jsonl"))
 
 
+def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
+    """With next to nothing heard no token may be another one; with the draws of the group that it replaced most would be."""
+    (tmp_path / "mine.py").write_text(
+        "calls = []\ndef mine(completions, **kwargs):\n    calls.append(1)\n    return [float(i * (len(calls) % 2 == 0)) for i in range(len(completions))]\n"
+    )
+    flags = ("--reward", f"{tmp_path}/mine.py:mine", "--dynamic_sampling", "1", "--inspect_every", "1", "--m3po_lambda", "1e-7", "--eval_every", "0")
+    out = run_short(warm, tmp_path / "out", *flags)
+    assert all(m["replaced_groups"] for m in lines(out / "metrics.jsonl"))
+    told = [r["alone"] for r in lines(out / "rollouts.jsonl") if "alone" in r]
+    assert told
+    assert not any(told)
+
+
 def test_each_evaluation_leaves_its_answers(trained):
     metrics, answers = lines(trained / "metrics.jsonl"), lines(trained / "evaluations.jsonl")
     for step, accuracy in [(0, metrics[0]["eval_accuracy_before"]), *((m["step"], m["eval_accuracy"]) for m in metrics if "eval_accuracy" in m)]:
