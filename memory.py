@@ -54,6 +54,11 @@ class TokenBudget:
         self.recomputes = True
         self.policy.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
+    @property
+    def most(self):
+        """Tokens at once that are worth their memory: twice as many where they take little of it, activations being computed again."""
+        return MOST_TOKENS * (1 + self.recomputes)
+
     def state(self):
         """What a resumed run needs to cut its batches alike."""
         return [self.tokens, self.recomputes]
@@ -67,7 +72,7 @@ class TokenBudget:
     def find(self, accelerator, scorer, rollout):
         """What the free memory of the card holds, by forwards and backwards whose gradients are dropped; `auto` recomputes where that is little."""
         if accelerator.device.type != "cuda":
-            self.tokens = MOST_TOKENS
+            self.tokens = self.most
             return
         enough = largest(min(ENOUGH_TOKENS, sum(row_lengths(rollout))))
         fits = self._try(accelerator, scorer, rollout)
@@ -76,14 +81,14 @@ class TokenBudget:
             fits = self._try(accelerator, scorer, rollout)
         if fits < 1:
             raise RunError(f"out of memory: nothing is left for the update beside weights, gradients and moments: {REMEDIES}")
-        self.tokens = min(MOST_TOKENS, fits)
+        self.tokens = min(self.most, fits)
         if accelerator.is_main_process:
             print(f"{self.tokens} tokens at once in the update{', with gradient checkpointing' if self.recomputes else ''}", flush=True)
 
     def _try(self, accelerator, scorer, rollout):
         """Tokens that fit, the fewest of any process; 0 where one row does not. Activations grow with the tokens, copies of weights do not: two sizes tell."""
         lengths, fits, trained = row_lengths(rollout), None, [p for p in self.policy.parameters() if p.requires_grad]
-        wanted = ENOUGH_TOKENS if isinstance(scorer, FSDPModule) else MOST_TOKENS  # layers are compiled for what they will see
+        wanted = ENOUGH_TOKENS if isinstance(scorer, FSDPModule) else self.most  # layers are compiled for what they will see
         while fits is None:
             many = micro_batches(rollout, wanted)[0]
             few = many[: max(1, len(many) * 7 // 10)]
