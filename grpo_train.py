@@ -555,7 +555,8 @@ def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, conf
     for n, ((ids, ended), text) in enumerate(zip(completions, texts, strict=True)):
         problem = mine[n // G].problem
         records.append({
-            "schema_version": 1, "step": step + 1, "example_id": problem.id, "generation": n % G, "prompt": mine[n // G].prompt, "completion": text,
+            "schema_version": 1, "step": step + 1, "example_id": problem.id, "generation": n % G, "question": problem.question,
+            "prompt": mine[n // G].prompt, "completion": text,
             "answer": problem.answer, "extracted": extract_answer(text, config.answer_format), "right": bool(right[n]),
             "reward": None if math.isnan(rewards[n]) else rewards[n], "rewards": {name: values[n] for name, values in parts.items()},
             "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",

@@ -27,7 +27,7 @@ from generation import Interrupted, draw
 from m3po_module import blend
 from memory import REMEDIES
 from processes import shard, whole
-from rewards import right_answers
+from rewards import extract_answer, right_answers
 
 # Models
 
@@ -430,7 +430,8 @@ def held_out_accuracy(accelerator, decoder, problems, config, stop, log, step):
     right = right_answers(texts, [p.problem.answer for p in mine], config.answer_format, config.grading)
     rows = gather_object([
         {"step": step, "example_id": p.problem.id, "question": p.problem.question, "answer": p.problem.answer, "right": bool(is_right),
-         "length": len(pairs[0][0]), "completion": text} for p, is_right, pairs, text in zip(mine, right, answers, texts, strict=True)
+         "extracted": extract_answer(text, config.answer_format), "length": len(pairs[0][0]), "completion": text}
+        for p, is_right, pairs, text in zip(mine, right, answers, texts, strict=True)
     ])  # fmt: skip
     log.write_evaluation(rows)
     return {
