@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ import time
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from report import evenly, groups_of, page, summary, write_report
 from tokens import token_pieces
@@ -109,6 +112,36 @@ def test_the_pieces_of_a_text_join_to_it(tokenizer):
         assert "".join(pieces) == text
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert token_pieces(tokenizer, [*tokenizer("ok")["input_ids"], end])[-1] == "<|im_end|>"
+
+
+def byte_fallback_tokenizer():
+    """As Llama-2, Mistral and Gemma have it: what is in no token is said in bytes."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b"])}
+    raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
+
+
+def test_bytes_that_are_no_text_end_no_run(tokenizer):
+    """tokenizers' DecodeStream raised "Invalid prefix encountered" on a byte, a half character and a space: the run was over, for the sake of its log."""
+    fallback, generator = byte_fallback_tokenizer(), random.Random(0)
+    a, letter = fallback.convert_tokens_to_ids(["▁a", "b"])
+    for text in ("naïve 🙂 数", "   "):
+        ids = [a, *(2 + byte for byte in text.encode()), letter, a]
+        assert "".join(token_pieces(fallback, ids)) == f"a{text}b a"
+    assert token_pieces(fallback, [a, 2 + 0xF0, 2 + 0x9F])[0] == "a"
+    for some in (fallback, tokenizer):
+        for _ in range(300):
+            ids = [generator.randrange(len(some)) for _ in range(generator.randrange(1, 40))]
+            assert len(token_pieces(some, ids)) == len(ids)
+
+
+def test_a_long_row_of_half_characters_is_no_work(tokenizer):
+    """A policy that says one byte over and over; 4,096 of them took 5 seconds."""
+    half = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "�")
+    started = time.perf_counter()
+    assert "".join(token_pieces(tokenizer, [half] * 4096)) == "�" * 4096
+    assert time.perf_counter() - started < 1
 
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
