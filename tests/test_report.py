@@ -3,19 +3,21 @@
 import base64
 import itertools
 import json
+import math
 import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import pytest
 import yaml
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from report import evenly, groups_of, page, summary, write_report
+from report import evenly, page, read_groups, summary, write_report
 from tokens import token_pieces
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
@@ -90,18 +92,58 @@ def test_a_page_is_made_of_what_is_there(tmp_path):
     assert "holds no metrics.jsonl" in done.stderr
 
 
-def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first():
-    records = [a_rollout(step, g, detailed) for step in range(1, 101) for detailed in (True, False, False) for g in range(G)]
-    groups = groups_of(records, most=40 * G)
+def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    write_lines(path, [a_rollout(step, g, detailed) for step in range(1, 101) for detailed in (True, False, False) for g in range(G)])
+    groups = read_groups(path, most=40 * G)
     assert len(groups) == 40
     assert all("pieces" in path for group in groups for path in group["paths"])
     steps = [group["step"] for group in groups]
     assert (steps[0], steps[-1]) == (1, 100)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
-    more = groups_of(records, most=150 * G)
+    more = read_groups(path, most=150 * G)
     assert sum("pieces" in group["paths"][0] for group in more) == 100
     assert len(more) == 150
     assert evenly([1, 2, 3], 0) == []
+
+
+def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
+    """All that a run had said lay in memory, beside the training; 2,000 completions of 4,096 tokens made a page of 270 MB."""
+    path = tmp_path / "rollouts.jsonl"
+    write_lines(path, [a_rollout(step, g, step % 2 == 0, length=200) for step in range(1, 401) for g in range(G)])
+    written = path.stat().st_size
+    tracemalloc.start()
+    groups = read_groups(path, most_bytes=written // 10)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(json.dumps(groups)) < written // 10
+    assert len(groups) > 5
+    assert taken < written
+
+
+def test_a_group_that_is_being_written_is_left_out(tmp_path):
+    """Its weights, of a whole group, were read as those of the paths that were there."""
+    path = tmp_path / "rollouts.jsonl"
+    records = [a_rollout(step, g, True) for step in (1, 2) for g in range(G)]
+    write_lines(path, records)
+    whole = path.read_bytes()
+    for cut, count in ((len(whole), 2), (len(whole) - 9, 1), (whole.index(b"\n") + 20, 0)):
+        path.write_bytes(whole[:cut])
+        groups = read_groups(path, size=G)
+        assert [len(group["paths"]) for group in groups] == [G] * count
+    path.write_bytes(whole[whole.index(b"\n") + 1 :])
+    assert [group["step"] for group in read_groups(path, size=G)] == [2], "the first group has lost its first path"
+
+
+def test_what_is_no_number_breaks_no_page(tmp_path):
+    """NaN, which Python writes and reads as JSON, is none: the page's own script could not read its data."""
+    write_lines(
+        tmp_path / "rollouts.jsonl", [a_rollout(1, g, True) | {"logps": [math.nan] * LENGTH, "reward": math.inf, "advantage": math.nan} for g in range(G)]
+    )
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+    data = re.search(r'id="data">(.*?)</script>', page(tmp_path), re.DOTALL)[1]
+    path = json.loads(data, parse_constant=pytest.fail)["groups"][0]["paths"][0]
+    assert (path["logps"], path["reward"], path["advantage"]) == ([None] * LENGTH, None, None)
 
 
 def test_the_pieces_of_a_text_join_to_it(tokenizer):
