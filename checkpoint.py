@@ -29,7 +29,7 @@ MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old
 # Settings that a resumed run may have otherwise without a word: they change no weight.
 FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
         "run_name", "push_to_hub", "hub_model_id", "hub_private", "save_adapter", "num_processes", "versions", "commit", "log_groups", "eval_every",
-        "reward_timeout", "warn_after", "check"}  # fmt: skip
+        "inspect_every", "reward_timeout", "warn_after", "check"}  # fmt: skip
 NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
 
 
