@@ -286,8 +286,10 @@ class Checkpoints:
         self._load_optimizer(state["optimizer"], tensors)
         self._load_schedule(state["schedule"])
         if self.accelerator.is_main_process:
-            for name, size in state["logs"].items():
-                file = self.folder / name
+            for name in self.logs:
+                file, size = self.folder / name, state["logs"].get(name, 0)  # 0: a log that the version which wrote this did not have
+                if name not in state["logs"]:
+                    file.touch()
                 if not file.exists() or file.stat().st_size < size:
                     raise RunError(f"{file} is shorter than when {path.name} was written: it is not this run's any more")
                 os.truncate(file, size)
