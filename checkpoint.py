@@ -29,7 +29,7 @@ MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old
 # Settings that a resumed run may have otherwise without a word: they change no weight.
 FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
         "run_name", "push_to_hub", "hub_model_id", "hub_private", "save_adapter", "num_processes", "versions", "commit", "log_groups", "eval_every",
-        "reward_timeout", "warn_after", "check"}  # fmt: skip
+        "inspect_every", "reward_timeout", "warn_after", "check"}  # fmt: skip
 NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
 
 
@@ -290,8 +290,10 @@ class Checkpoints:
         self._load_optimizer(state["optimizer"], tensors)
         self._load_schedule(state["schedule"])
         if self.accelerator.is_main_process:
-            for name, size in state["logs"].items():
-                file = self.folder / name
+            for name in self.logs:
+                file, size = self.folder / name, state["logs"].get(name, 0)  # 0: a log that the version which wrote this did not have
+                if name not in state["logs"]:
+                    file.touch()
                 if not file.exists() or file.stat().st_size < size:
                     raise RunError(f"{file} is shorter than when {path.name} was written: it is not this run's any more")
                 os.truncate(file, size)

@@ -272,14 +272,14 @@ def run(config, accelerator, stop):
         if given is None:
             leave(stop, checkpoints, done if done["step"] > saved else None)
         all_rewards, place, extra = given
-        mine, rollout, completions, texts, retries, rewards, parts = sampled
+        mine, rollout, completions, texts, rewards, parts, _ = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
         advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
         reward_seconds = watch.lap()
 
         # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
         learning_rate = schedule.get_last_lr()[0]
-        inside = look_inside(Scorer(sampler, decoder.tables), rollout, step, retries[0], config) if accelerator.is_main_process else None
+        inside = look_inside(Scorer(sampler, decoder.tables), sampled, step, config) if accelerator.is_main_process else None
         watch.lap()
         update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget)
         shown = refresh(sampler, policy)
@@ -362,9 +362,9 @@ class Sampled:
     rollout: Rollout
     completions: list  # (ids, whether EOS came)
     texts: list
-    retries: list  # of each group, which of the step's rollouts it comes from: 0, or with dynamic sampling a later one
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # each function's own values
+    retries: list = field(default_factory=list)  # a number a group: in which extra rollout of its step it was drawn
 
     def __iter__(self):
         return (getattr(self, f.name) for f in dataclasses.fields(self))
@@ -387,7 +387,7 @@ def sample(decoder, batch, groups, config, step, retry=0):
     ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
     rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
     completions = rollout.completions()
-    return Sampled(problems, rollout, completions, [decoder.text(*pair) for pair in completions], [retry] * len(problems))
+    return Sampled(problems, rollout, completions, [decoder.text(*pair) for pair in completions], retries=[retry] * len(problems))
 
 
 def score(functions, sampled, config, step, gather=lambda values: []):
@@ -548,7 +548,7 @@ def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, conf
 
     alone: G lists of the ids that the first group would have had with nobody heard; where they differ, the line says so.
     """
-    mine, rollout, completions, texts, _, rewards, parts = sampled
+    mine, rollout, completions, texts, rewards, parts, _ = sampled
     G, records = config.num_generations, []
     first_row = shard(config.batch_size, accelerator, G).start
     right = right_answers(texts, [p.problem.answer for p in mine for _ in range(G)], config.answer_format, config.grading)
@@ -562,8 +562,8 @@ def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, conf
             "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",
         })  # fmt: skip
         if first_row + n < G * config.log_groups:
-            records[-1] |= {"tokens": ids, "pieces": token_pieces(tokenizer, ids), "logps": [round(v, 4) for v in rollout.logp[n, : len(ids)].tolist()],
-                            "think_end": int(rollout.thinking[n].sum())}  # fmt: skip
+            logps = [round(v, 4) if math.isfinite(v) else None for v in rollout.logp[n, : len(ids)].tolist()]  # JSON has no NaN
+            records[-1] |= {"tokens": ids, "pieces": token_pieces(tokenizer, ids), "logps": logps, "think_end": int(rollout.thinking[n].sum())}
             if rollout.mix is not None:  # (length, G) weights in 1/255
                 weights = (rollout.mix[n // G, : len(ids), n % G] * 255).round().to(torch.uint8).cpu().numpy()
                 records[-1]["mix"] = base64.b64encode(weights.tobytes()).decode()
@@ -583,13 +583,13 @@ def debug_every():
     return int(value)
 
 
-def look_inside(scorer, rollout, step, retry, config):
+def look_inside(scorer, sampled, step, config):
     """What the paths of the first group did to each other, in the steps where somebody wants to know; None in others, and where nobody listens."""
     wanted = any(every and step % every == 0 for every in (config.inspect_every, debug_every()))
-    if rollout.mix is None or not wanted:
+    if sampled.rollout.mix is None or not wanted:
         return None
-    uniforms = rollout_uniforms(config.seed, step, retry, config.num_generations, config.max_completion_length)
-    return interaction_effect(scorer, rollout, uniforms)
+    uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], config.num_generations, config.max_completion_length)
+    return interaction_effect(scorer, sampled.rollout, uniforms)
 
 
 def explain_first_group(decoder, rollout, inside, step, config, folder):

@@ -7,6 +7,7 @@ One file that loads nothing from elsewhere. Its template, report_template.html, 
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import html
 import json
@@ -16,42 +17,61 @@ from statistics import fmean
 
 from scipy import stats
 
+from compare import mid_p
 from config import read_yaml, write_whole
 from plots import read_metrics
 
-MOST_ROLLOUTS = 2000  # in one page: it opens in a second or two
+MOST_ROLLOUTS, MOST_BYTES = 2000, 10**8  # of rollouts.jsonl in one page: it opens in a second or two
 TEMPLATE = Path(__file__).with_name("report_template.html")
 KEPT = ("generation", "reward", "rewards", "advantage", "right", "extracted", "length", "stop_condition", "think_end", "mix", "alone")  # of a completion
 SHOWN = ("model", "dataset", "answer_format", "batch_size", "num_generations", "max_completion_length", "learning_rate", "beta", "m3po_lambda",
          "m3po_temperature", "m3po_similarity", "seed")  # fmt: skip
 
 
+def parsed(line):
+    """What a line of JSON says; NaN and infinities, for which JSON has no word and a browser no patience, are None."""
+    return json.loads(line, parse_constant=lambda _: None)
+
+
 def read_lines(path):
-    """The objects of a JSON Lines file; none where there is no file, and half a line at the end is left out."""
-    rows = []
-    if Path(path).exists():
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError:
-                    break
-    return rows
+    """(place in the file, bytes, object) of each line of a JSON Lines file; none where there is no file, and half a line at the end is left out."""
+    place = 0
+    with open(path, "rb") if Path(path).exists() else contextlib.nullcontext(()) as file:
+        for line in file:
+            try:
+                yield place, len(line), parsed(line)
+            except ValueError:
+                return
+            place += len(line)
 
 
-def groups_of(records, most=MOST_ROLLOUTS):
-    """The completions as groups, in the order of steps, at most `most` completions: groups with tokens first, evenly over the run."""
-    groups = []
-    for record in records:
+def read_groups(path, size=0, most=MOST_ROLLOUTS, most_bytes=MOST_BYTES):
+    """The completions as groups, in the order of steps, at most `most` completions: groups with tokens first, evenly over the run.
+
+    `size`: paths of a whole group, which the last may not be yet. Nothing but what is shown is kept: the file may be larger than the memory. Returns the
+    groups, and how many there are in the file.
+    """
+    groups, group = {True: [], False: []}, None  # with tokens, without: [place, paths, bytes]
+    for place, length, record in read_lines(path):
         if record["generation"] == 0:
-            groups.append([])
-        groups[-1].append(record)
-    size = max(map(len, groups), default=1)
-    detailed, plain = ([i for i, group in enumerate(groups) if ("tokens" in group[0]) == wanted] for wanted in (True, False))
-    room = max(1, most // size)
-    kept = evenly(detailed, room)
-    kept += evenly(plain, room - len(kept))
-    return [group_of(groups[i]) for i in sorted(kept)]
+            group = [place, 0, 0]
+            groups["tokens" in record].append(group)
+        if group:
+            group[1:] = group[1] + 1, group[2] + length
+    for some in groups.values():
+        if some and some[-1] is group and group[1] < size:
+            some.pop()
+    paths, length = (max((group[n] for some in groups.values() for group in some), default=1) for n in (1, 2))
+    room = max(1, min(most // paths, most_bytes // length))
+    kept = evenly(groups[True], room)
+    kept = sorted(kept + evenly(groups[False], room - len(kept)))
+    return [group_of(lines_at(path, place, count)) for place, count, _ in kept], sum(map(len, groups.values()))
+
+
+def lines_at(path, place, count):
+    with open(path, "rb") as file:
+        file.seek(place)
+        return [parsed(file.readline()) for _ in range(count)]
 
 
 def evenly(items, count):
@@ -66,24 +86,29 @@ def group_of(records):
     first, paths = records[0], []
     for record in records:
         path = {key: record[key] for key in KEPT if key in record}
-        path |= {"pieces": record["pieces"], "logps": [round(100 * v) for v in record["logps"]]} if "pieces" in record else {"text": record["completion"]}
+        path |= (
+            {"pieces": record["pieces"], "logps": [v if v is None else round(100 * v) for v in record["logps"]]}
+            if "pieces" in record
+            else {"text": record["completion"]}
+        )
         paths.append(path)
-    return {"step": first["step"], "id": first["example_id"], "answer": first["answer"], "prompt": first["prompt"], "paths": paths}
+    shared = {"step": first["step"], "id": first["example_id"], "question": first.get("question"), "answer": first["answer"], "prompt": first["prompt"]}
+    return shared | {"paths": paths}
 
 
-def evaluations_of(rows):
-    """The held-out questions with their answers at each evaluation: {steps, questions: [{id, question, answer, right: [...], texts: [...]}]}."""
-    steps, questions = sorted({row["step"] for row in rows}), {}
-    steps = evenly(steps, 12)
-    for row in rows:
+def read_evaluations(path):
+    """The held-out questions with their answers at each evaluation: {steps, questions: [{id, question, answer, right, extracted, texts}]}, a list a step."""
+    steps, questions = evenly(sorted({row["step"] for _, _, row in read_lines(path)}), 12), {}
+    for _, _, row in read_lines(path):
         if row["step"] in steps:
-            shared = {"id": row["example_id"], "question": row["question"], "answer": row["answer"], "right": [None] * len(steps), "texts": [""] * len(steps)}
-            question, place = questions.setdefault(row["example_id"], shared), steps.index(row["step"])
-            question["right"][place], question["texts"][place] = row["right"], row["completion"]
+            shared = {"id": row["example_id"], "question": row["question"], "answer": row["answer"]}
+            question = questions.setdefault(row["example_id"], shared | {name: [None] * len(steps) for name in ("right", "extracted", "texts")})
+            for name, value in (("right", row["right"]), ("extracted", row.get("extracted")), ("texts", row["completion"])):
+                question[name][steps.index(row["step"])] = value
     return {"steps": steps, "questions": list(questions.values())}
 
 
-def summary(lines):
+def summary(lines, evaluations):
     """Pairs (label, text) of what one wants to know first."""
     if not lines:
         return []
@@ -98,6 +123,12 @@ def summary(lines):
         best = max(accuracies, key=lambda found: found[1])
         if best[0] != step:
             pairs.append(("best", f"{best[1]:.3f} after step {best[0]}"))
+    both = [(q["right"][0], q["right"][-1]) for q in evaluations["questions"] if len(q["right"]) > 1 and None not in (q["right"][0], q["right"][-1])]
+    if both:
+        gained, lost = both.count((False, True)), both.count((True, False))
+        p = mid_p(gained, lost)
+        verdict = "no sure change" if p > 0.05 else "better" if gained > lost else "worse"
+        pairs.append(("first → last evaluation, paired", f"{gained} questions gained, {lost} lost: p = {p:.2g}, {verdict}"))
     for name, label in (("reward", "reward"), ("correct", "right"), ("completion_length", "length"), ("truncated", "cut off"), ("kl", "KL"),
                         ("perplexity", "perplexity"), ("frac_reward_zero_std", "groups without a signal"),
                         ("input_change", "inputs moved by listening")):  # fmt: skip
@@ -113,9 +144,11 @@ def page(folder):
     folder = Path(folder)
     lines, settings = read_metrics(folder), read_yaml(folder / "run_config.yaml") if (folder / "run_config.yaml").exists() else {}
     curves, name = folder / "curves.svg", folder.resolve().name
+    evaluations = read_evaluations(folder / "evaluations.jsonl")
+    groups, total = read_groups(folder / "rollouts.jsonl", settings.get("num_generations", 0))
     data = {
-        "name": name, "summary": summary(lines), "settings": {k: settings[k] for k in SHOWN if settings.get(k) is not None},
-        "groups": groups_of(read_lines(folder / "rollouts.jsonl")), "evaluations": evaluations_of(read_lines(folder / "evaluations.jsonl")),
+        "name": name, "summary": summary(lines, evaluations), "settings": {k: settings[k] for k in SHOWN if settings.get(k) is not None},
+        "groups": groups, "total": total, "evaluations": evaluations,
     }  # fmt: skip
     picture = (
         curves.exists() and f'<img alt="Curves of the run over its steps" src="data:image/svg+xml;base64,{base64.b64encode(curves.read_bytes()).decode()}">'

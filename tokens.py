@@ -3,13 +3,14 @@
 V real ids of the tokenizer, W logits of a row (the model's head, padded to whole blocks), S states of the automaton.
 """
 
+import functools
 import json
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tokenizers.decoders import DecodeStream
 
+IDS_TO_WAIT = 16  # for the bytes that make a whole text; a character has 4 at the most, but an id may end one and begin the next
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
 IMPOSSIBLE = -1e30  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
 
@@ -41,9 +42,20 @@ def token_bytes(tokenizer, count):
 
 
 def token_pieces(tokenizer, ids):
-    """The text of each id of a completion, special tokens too; a character that several make is the last one's. Joined they are the whole text."""
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer.backend_tokenizer, i) or "" for i in ids]
+    """The text of each id of a completion, special tokens too; a character that several make is the last one's. Joined they are the whole text.
+
+    Bytes that are no text become � there or soon after. tokenizers' own DecodeStream raises on some of them, and takes quadratic time over many.
+    """
+    decode = functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    pieces, first, start, before = [], 0, 0, ""  # ids[first:start] are behind us, as `before`; they show how the next ones join to them
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[first:end])
+        whole = not text.endswith("�") or end - start >= IDS_TO_WAIT or end == len(ids)
+        pieces.append(text[len(before) :] if whole else "")
+        if pieces[-1]:
+            first, start = start, end
+            before = decode(ids[first:start])
+    return pieces
 
 
 def _byte_level_alphabet():

@@ -308,26 +308,31 @@ def compile_layers(model):
             module.compile(dynamic=True)
 
 
+LOGITS_AT_ONCE = 1024  # tokens; several float32 tensors of so many rows of the vocabulary are there together
+
+
 @torch.no_grad()
 def interaction_effect(scorer, rollout, uniforms):
-    """What the blending did to the first group of a rollout, by scoring it again with and without it.
+    """What the blending did to the first group of a rollout, by scoring it again with and without it, a path at a time.
 
     Returns steps, the first two and the one where the weights are the most uneven; similarity (steps, G, G), the cosines of the paths'
     next-token distributions there; alone, G lists of the ids that the same draws (G, T) give after the same tokens where nobody is heard;
-    divergence (G,), the mean KL in nats.
+    divergence (G,), the mean KL in nats. Where scoring rounds a draw to another token than the sampler did, nobody knows: `alone` has the sampled one.
     """
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
     steps = sorted({0, min(1, len(rollout.mix[0]) - 1), int((rollout.mix[0].amax((1, 2)) - rollout.mix[0].sum((1, 2)) / G**2).argmax())})
     others, similar, divergence = [], [], torch.zeros(G)
     with torch.autocast(**scorer.autocast):
-        states = [scorer.hidden(r, list(range(G)))[0].split(rollout.sizes[1][:G]) for r in (rollout, plain)]
-        for g, both in enumerate(zip(*states, strict=True)):
-            logits = [vocab_logits(scorer.model, hidden, scorer.tables) for hidden in both]
-            heard, alone = ((x / rollout.temperature).log_softmax(-1) for x in logits)
-            others.append(draw(alone, uniforms[g, : len(alone)].to(alone.device))[0].tolist())
-            divergence[g] = (heard.exp() * (heard - alone)).sum(-1).mean()
-            probs = logits[0].softmax(-1)
-            similar.append(torch.stack([F.normalize(probs[t], dim=-1) if t < len(probs) else torch.zeros_like(probs[0]) for t in steps]))
+        for g in range(G):
+            states, length, other = [scorer.hidden(r, [g])[0] for r in (rollout, plain)], rollout.sizes[1][g], []
+            for part in (slice(t, min(t + LOGITS_AT_ONCE, length)) for t in range(0, length, LOGITS_AT_ONCE)):
+                heard, alone = ((vocab_logits(scorer.model, h[part], scorer.tables) / rollout.temperature).log_softmax(-1) for h in states)
+                again, unheard = (draw(x, uniforms[g, part].to(x.device))[0] for x in (heard, alone))
+                other += torch.where(again == rollout.ids[g, part], unheard, rollout.ids[g, part]).tolist()
+                divergence[g] += (heard.exp() * (heard - alone)).sum().cpu() / length
+            others.append(other)
+            there = [vocab_logits(scorer.model, states[0][t : t + 1], scorer.tables).softmax(-1)[0] for t in steps if t < length]
+            similar.append(torch.stack([F.normalize(there[i], dim=-1) if i < len(there) else torch.zeros_like(there[0]) for i in range(len(steps))]))
     stacked = torch.stack(similar, dim=1)  # (steps, G, V)
     return {"steps": steps, "similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
 

@@ -22,7 +22,7 @@ import grpo_eval
 import grpo_train
 from config import RunError, SettingError, template_kwargs
 from conftest import build_model
-from data import load_problems, pad_left
+from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
 from memory import TokenBudget, row_lengths
@@ -691,6 +691,19 @@ def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
     told = [r["alone"] for r in lines(out / "rollouts.jsonl") if "alone" in r]
     assert told
     assert not any(told)
+
+
+def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, prompts, tmp_path):
+    """Its log-probs are NaN, and report.html said no word of just that run."""
+    config, model, _, (accelerator, scorer, *_) = setup(tokenizer, prompts, batch_size=2)
+    model.model.norm.weight.data[0] = NAN
+    decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3))
+    batch = encode_prompts(load_problems("arithmetic", limit=2), tokenizer, "", 200)[0]
+    sampled = grpo_train.sample(decoder, batch, range(2), config, 0)
+    grpo_train.score(grpo_train.reward_functions(config), sampled, config, 0)
+    grpo_train.log_rollouts(accelerator, tmp_path, 0, tokenizer, sampled, torch.zeros(8), config)
+    records = [json.loads(line, parse_constant=pytest.fail) for line in open(tmp_path / "rollouts.jsonl")]
+    assert records[0]["logps"] == [None] * records[0]["length"]
 
 
 def test_each_evaluation_leaves_its_answers(trained):

@@ -19,14 +19,15 @@ import grpo_eval
 import grpo_train
 import hub
 import sft_train
+from backbones import vocab_logits
 from config import RunError, SettingError, parse_config
 from conftest import build_model
 from data import pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from generation import GroupDecoder, Interaction, draw, rollout_uniforms
 from output import save_model
 from rewards import REWARD_SETS, compute_rewards
 from solver import load_solver, readable, solve
-from training import Scorer
+from training import Scorer, interaction_effect
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,6 +175,24 @@ def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_st
     grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, **settings))
     assert len(drawn) > 3, "some groups gave way"
     assert all(first + size == following for (first, size), (following, _) in itertools.pairwise(drawn))
+
+
+def test_what_listening_changed_is_asked_with_the_draws_of_the_group_that_stayed(start, tmp_path, monkeypatch):
+    """A group that gave way was drawn anew, and was read again with the draws of the one before it: nearly every token "would have been another"."""
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    again = []
+
+    def spy(scorer, rollout, uniforms):
+        for g in range(rollout.num_generations):
+            logits = vocab_logits(scorer.model, scorer.hidden(rollout, [g])[0], scorer.tables) / rollout.temperature
+            again.append(draw(logits, uniforms[g, : len(logits)])[0].tolist() == rollout.ids[g, : len(logits)].tolist())
+        return interaction_effect(scorer, rollout, uniforms)
+
+    monkeypatch.setattr(grpo_train, "interaction_effect", spy)
+    settings = dict(reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=2, eval_every=0, num_steps=4, inspect_every=1, m3po_lambda=0.3)
+    grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, **settings))
+    assert len(again) == 4 * 4
+    assert all(again)
 
 
 @pytest.mark.slow

@@ -3,16 +3,21 @@
 import base64
 import itertools
 import json
+import math
+import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from report import evenly, groups_of, page, summary, write_report
+from report import evenly, page, read_groups, summary, write_report
 from tokens import token_pieces
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
@@ -51,7 +56,7 @@ def run(tmp_path_factory):
     rights = {0: (True, False, False, False), 3: (False, True, True, False)}
     answers = [
         {"step": step, "example_id": f"train-{q}", "question": f"Question {q}?", "answer": "17", "right": right, "length": 3,
-         "completion": f"said after {step}: {HOSTILE}"} for step in rights for q, right in enumerate(rights[step])
+         "extracted": "17" if right else None, "completion": f"said after {step}: {HOSTILE}"} for step in rights for q, right in enumerate(rights[step])
     ]  # fmt: skip
     write_lines(folder / "evaluations.jsonl", answers)
     (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": "tiny", "m3po_lambda": 0.1, "beta": None}))
@@ -73,7 +78,10 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     assert "a &lt;run&gt;" in text
     assert data["evaluations"]["steps"] == [0, 3]
     assert [q["right"] for q in data["evaluations"]["questions"]] == [[True, False], [False, True], [False, True], [False, False]]
-    assert ("held-out accuracy", "0.250 → 0.500 (0.150–0.850) of 4, after step 3") in summary([json.loads(line) for line in open(run / "metrics.jsonl")])
+    told = summary([json.loads(line) for line in open(run / "metrics.jsonl")], data["evaluations"])
+    assert ("held-out accuracy", "0.250 → 0.500 (0.150–0.850) of 4, after step 3") in told
+    assert ("first → last evaluation, paired", "2 questions gained, 1 lost: p = 0.62, no sure change") in told
+    assert data["total"] == 6
     assert data["settings"] == {"model": "tiny", "m3po_lambda": 0.1}
 
 
@@ -87,18 +95,58 @@ def test_a_page_is_made_of_what_is_there(tmp_path):
     assert "holds no metrics.jsonl" in done.stderr
 
 
-def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first():
-    records = [a_rollout(step, g, detailed) for step in range(1, 101) for detailed in (True, False, False) for g in range(G)]
-    groups = groups_of(records, most=40 * G)
+def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    write_lines(path, [a_rollout(step, g, detailed) for step in range(1, 101) for detailed in (True, False, False) for g in range(G)])
+    groups, _ = read_groups(path, most=40 * G)
     assert len(groups) == 40
     assert all("pieces" in path for group in groups for path in group["paths"])
     steps = [group["step"] for group in groups]
     assert (steps[0], steps[-1]) == (1, 100)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
-    more = groups_of(records, most=150 * G)
+    more, _ = read_groups(path, most=150 * G)
     assert sum("pieces" in group["paths"][0] for group in more) == 100
     assert len(more) == 150
     assert evenly([1, 2, 3], 0) == []
+
+
+def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
+    """All that a run had said lay in memory, beside the training; 2,000 completions of 4,096 tokens made a page of 270 MB."""
+    path = tmp_path / "rollouts.jsonl"
+    write_lines(path, [a_rollout(step, g, step % 2 == 0, length=200) for step in range(1, 401) for g in range(G)])
+    written = path.stat().st_size
+    tracemalloc.start()
+    groups, _ = read_groups(path, most_bytes=written // 10)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(json.dumps(groups)) < written // 10
+    assert len(groups) > 5
+    assert taken < written
+
+
+def test_a_group_that_is_being_written_is_left_out(tmp_path):
+    """Its weights, of a whole group, were read as those of the paths that were there."""
+    path = tmp_path / "rollouts.jsonl"
+    records = [a_rollout(step, g, True) for step in (1, 2) for g in range(G)]
+    write_lines(path, records)
+    whole = path.read_bytes()
+    for cut, count in ((len(whole), 2), (len(whole) - 9, 1), (whole.index(b"\n") + 20, 0)):
+        path.write_bytes(whole[:cut])
+        groups, _ = read_groups(path, size=G)
+        assert [len(group["paths"]) for group in groups] == [G] * count
+    path.write_bytes(whole[whole.index(b"\n") + 1 :])
+    assert [group["step"] for group in read_groups(path, size=G)[0]] == [2], "the first group has lost its first path"
+
+
+def test_what_is_no_number_breaks_no_page(tmp_path):
+    """NaN, which Python writes and reads as JSON, is none: the page's own script could not read its data."""
+    write_lines(
+        tmp_path / "rollouts.jsonl", [a_rollout(1, g, True) | {"logps": [math.nan] * LENGTH, "reward": math.inf, "advantage": math.nan} for g in range(G)]
+    )
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+    data = re.search(r'id="data">(.*?)</script>', page(tmp_path), re.DOTALL)[1]
+    path = json.loads(data, parse_constant=pytest.fail)["groups"][0]["paths"][0]
+    assert (path["logps"], path["reward"], path["advantage"]) == ([None] * LENGTH, None, None)
 
 
 def test_the_pieces_of_a_text_join_to_it(tokenizer):
@@ -109,6 +157,36 @@ def test_the_pieces_of_a_text_join_to_it(tokenizer):
         assert "".join(pieces) == text
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert token_pieces(tokenizer, [*tokenizer("ok")["input_ids"], end])[-1] == "<|im_end|>"
+
+
+def byte_fallback_tokenizer():
+    """As Llama-2, Mistral and Gemma have it: what is in no token is said in bytes."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b"])}
+    raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
+
+
+def test_bytes_that_are_no_text_end_no_run(tokenizer):
+    """tokenizers' DecodeStream raised "Invalid prefix encountered" on a byte, a half character and a space: the run was over, for the sake of its log."""
+    fallback, generator = byte_fallback_tokenizer(), random.Random(0)
+    a, letter = fallback.convert_tokens_to_ids(["▁a", "b"])
+    for text in ("naïve 🙂 数", "   "):
+        ids = [a, *(2 + byte for byte in text.encode()), letter, a]
+        assert "".join(token_pieces(fallback, ids)) == f"a{text}b a"
+    assert token_pieces(fallback, [a, 2 + 0xF0, 2 + 0x9F])[0] == "a"
+    for some in (fallback, tokenizer):
+        for _ in range(300):
+            ids = [generator.randrange(len(some)) for _ in range(generator.randrange(1, 40))]
+            assert len(token_pieces(some, ids)) == len(ids)
+
+
+def test_a_long_row_of_half_characters_is_no_work(tokenizer):
+    """A policy that says one byte over and over; 4,096 of them took 5 seconds."""
+    half = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "�")
+    started = time.perf_counter()
+    assert "".join(token_pieces(tokenizer, [half] * 4096)) == "�" * 4096
+    assert time.perf_counter() - started < 1
 
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -152,14 +230,15 @@ def test_it_loads_without_a_word_and_asks_nobody_for_anything(opened, run):
 def test_a_click_on_a_token_shows_the_weights_that_stand_in_the_file(opened):
     tab, _, _ = opened
     tab.locator('.text[data-path="0"] [data-t="3"]').click()
-    shown = tab.locator("#detail .weights").first.locator(".weight")
+    shown = tab.locator("#detail .now .weight")
     assert [(w.get_attribute("data-peer"), w.inner_text().split()[2]) for w in shown.all()] == [("1", "0.80"), ("2", "0.20")]
-    assert "the same draw would have given  other" in tab.locator("#detail").inner_text()
+    assert "the same random draw would have given  other" in tab.locator("#detail").inner_text()
     tab.locator('.text[data-path="0"] [data-t="5"]').click()
     assert "hears nobody" in tab.locator("#detail").inner_text()
     minds = tab.locator(".minds").inner_text()
     assert "Listening changed 1 of 24 tokens. Most often path 1 changed path 0: 1 token." in minds
-    assert "path 0, token 4: wrote  03 instead of  other, having heard path 1 (0.80)" in minds
+    assert "path 0, token 4: wrote  03 instead of  other, having heard path 1 (0.80) say" in minds
+    assert "; it went on to answer 17 (right)" in minds
 
 
 def test_markup_and_script_of_a_model_show_as_text(opened):
@@ -177,6 +256,8 @@ def test_markup_and_script_of_a_model_show_as_text(opened):
 def test_groups_are_filtered_searched_and_walked_through_by_keyboard(opened):
     tab, said, _ = opened
     position = tab.locator("#position")
+    assert position.inner_text() == "1 of 3 groups", "those with their tokens, where there are some"
+    tab.select_option("#filter", "all")
     assert position.inner_text() == "1 of 6 groups"
     tab.keyboard.press("n")
     tab.keyboard.press("n")
@@ -201,6 +282,14 @@ def test_groups_are_filtered_searched_and_walked_through_by_keyboard(opened):
     assert "path 2, token 2 of 6" in tab.locator("#detail").inner_text()
     tab.keyboard.press("ArrowDown")
     assert "path 3, token 2 of 6" in tab.locator("#detail").inner_text()
+    tab.keyboard.press("End")
+    assert "path 3, token 6 of 6" in tab.locator("#detail").inner_text()
+    tab.select_option("#filter", "tokens")
+    tab.select_option("#step", "")
+    tab.locator('.text[data-path="2"]').focus()
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("n")
+    assert "path 2, token 2 of 6" in tab.locator("#detail").inner_text(), "the same place of the next group"
     tab.keyboard.press("Escape")
     assert tab.locator("#detail").inner_text() == ""
     for _ in range(4):
@@ -214,7 +303,7 @@ def test_flips_between_evaluations(opened):
     names = ["wrong to right (2)", "right to wrong (1)", "right both times (0)", "wrong both times (1)"]
     assert kind.locator("option").all_inner_texts() == names
     kind.select_option(label="right to wrong (1)")
-    assert tab.locator("#flipped summary").all_inner_texts() == ["train-0: Question 0?"]
+    assert tab.locator("#flipped summary").all_inner_texts() == ["train-0: 17 → nothing (reference 17) Question 0?"]
 
 
 def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
@@ -230,3 +319,19 @@ def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
         assert "1 of 500 groups" in tab.locator("#position").inner_text()
         tab.close()
     assert min(seconds) < 2, seconds
+
+
+def test_a_group_of_64_paths_that_all_hear_each_other_opens_soon(browser, tmp_path):
+    """It took 3.5 seconds: a colour was read from text for each of 1.6 million weights."""
+    some = [a_rollout(1, g, False, length=400) | {"pieces": [" x"] * 400, "logps": [-1.0] * 400, "think_end": 399} for g in range(64)]
+    write_lines(tmp_path / "rollouts.jsonl", [r | {"mix": base64.b64encode(bytes([4] * 64 * 399 + [0] * 64)).decode()} for r in some])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+    path, seconds = write_report(tmp_path), []
+    for _ in range(2):
+        tab = browser.new_page()
+        started = time.perf_counter()
+        tab.goto(path.as_uri())
+        tab.wait_for_selector(".path")
+        seconds.append(time.perf_counter() - started)
+        tab.close()
+    assert min(seconds) < 2.5, seconds

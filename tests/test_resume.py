@@ -148,6 +148,21 @@ def test_supervised_training_too(start, tmp_path, monkeypatch):
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
+def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, tmp_path, monkeypatch):
+    """Its next checkpoint could not be written for want of evaluations.jsonl, and the run ended."""
+    out = tmp_path / "out"
+    run(settings_of(start, out, save_every=1), kill_at=3, monkeypatch=monkeypatch)
+    (out / "evaluations.jsonl").unlink()
+    folder = checkpoints(out)[0]
+    state = json.loads((folder / "training_state.json").read_text())
+    del state["logs"]["evaluations.jsonl"], state["settings"]["inspect_every"]
+    (folder / "training_state.json").write_text(json.dumps(state))
+    checkpoint.seal(folder)
+    run(settings_of(start, out, save_every=1, resume=True))
+    steps = [json.loads(line)["step"] for line in (out / "evaluations.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [4, 6, 8]
+
+
 LEFT_OUT = {
     "moments": lambda state, tensors: [tensors.pop(k) for k in list(tensors) if "exp_avg." in k or k.endswith("exp_avg")],
     "schedule": lambda state, tensors: state["schedule"].update(last_epoch=0, _step_count=1),
