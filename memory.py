@@ -52,7 +52,8 @@ class TokenBudget:
     def recompute(self):
         """From now on activations are computed again in the backward (every dropout is 0, so no random state has to be kept)."""
         self.recomputes = True
-        self.policy.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        enable = getattr(self.policy, "activation_checkpointing_enable", None) or self.policy.gradient_checkpointing_enable  # its older name
+        enable({"use_reentrant": False, "preserve_rng_state": False})
 
     @property
     def most(self):
