@@ -25,7 +25,7 @@ from config import RunError, SettingError, system_prompt, template_kwargs
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
 from generation import Interrupted, draw
 from m3po_module import blend
-from memory import REMEDIES
+from memory import REMEDIES, row_lengths
 from processes import shard, whole
 from rewards import extract_answer, right_answers
 
@@ -308,12 +308,12 @@ def compile_layers(model):
             module.compile(dynamic=True)
 
 
-LOGITS_AT_ONCE = 1024  # tokens; several float32 tensors of so many rows of the vocabulary are there together
+LOGITS_AT_ONCE, STATES_AT_ONCE = 1024, 4096  # tokens; of the first several float32 tensors of so many rows of the vocabulary are there together
 
 
 @torch.no_grad()
 def interaction_effect(scorer, rollout, uniforms):
-    """What the blending did to the first group of a rollout, by scoring it again with and without it, a path at a time.
+    """What the blending did to the first group of a rollout, by scoring it again with and without it, some of its paths at a time.
 
     Returns steps, the first two and the one where the weights are the most uneven; similarity (steps, G, G), the cosines of the paths'
     next-token distributions there; alone, G lists of the ids that the same draws (G, T) give after the same tokens where nobody is heard;
@@ -322,9 +322,13 @@ def interaction_effect(scorer, rollout, uniforms):
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
     steps = sorted({0, min(1, len(rollout.mix[0]) - 1), int((rollout.mix[0].amax((1, 2)) - rollout.mix[0].sum((1, 2)) / G**2).argmax())})
     others, similar, divergence = [], [], torch.zeros(G)
+    lengths, together = rollout.sizes[1][:G], max(1, STATES_AT_ONCE // max(row_lengths(rollout)[:G]))
     with torch.autocast(**scorer.autocast):
         for g in range(G):
-            states, length, other = [scorer.hidden(r, [g])[0] for r in (rollout, plain)], rollout.sizes[1][g], []
+            if g % together == 0:
+                rows = list(range(g, min(g + together, G)))
+                hidden = [scorer.hidden(r, rows)[0].split(lengths[g : g + together]) for r in (rollout, plain)]
+            states, length, other = [h[g % together] for h in hidden], lengths[g], []
             for part in (slice(t, min(t + LOGITS_AT_ONCE, length)) for t in range(0, length, LOGITS_AT_ONCE)):
                 heard, alone = ((vocab_logits(scorer.model, h[part], scorer.tables) / rollout.temperature).log_softmax(-1) for h in states)
                 again, unheard = (draw(x, uniforms[g, part].to(x.device))[0] for x in (heard, alone))

@@ -349,6 +349,7 @@ def test_the_effect_of_interaction_is_found_a_few_tokens_at_a_time(llama, tokeni
     rest = Scorer(llama, decoder.tables), out, rollout_uniforms(0, 0, 0, G, T)
     whole, honest, most = interaction_effect(*rest), training.vocab_logits, []
     monkeypatch.setattr(training, "LOGITS_AT_ONCE", 5)
+    monkeypatch.setattr(training, "STATES_AT_ONCE", 3 * (len(prompts[0]) + T))  # three paths, and then what is left
     monkeypatch.setattr(training, "vocab_logits", lambda model, hidden, tables: most.append(len(hidden)) or honest(model, hidden, tables))
     parts = interaction_effect(*rest)
     assert max(most) <= 5
