@@ -13,6 +13,7 @@ import json
 import math
 import os
 import statistics
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from config import SettingError, TrainConfig, check, parse_config, resolved, run
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
-from memory import TokenBudget, peak_gib, within_memory
+from memory import TokenBudget, free_memory, peak_gib, within_memory
 from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, reward_columns, right_answers
@@ -589,13 +590,18 @@ def look_inside(scorer, sampled, step, config):
     if sampled.rollout.mix is None or not wanted:
         return None
     uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], config.num_generations, config.max_completion_length)
-    return interaction_effect(scorer, sampled.rollout, uniforms)
+    try:
+        return interaction_effect(scorer, sampled.rollout, uniforms)
+    except torch.OutOfMemoryError:  # it is there to be looked at, and no run may end for it
+        warnings.warn("no memory to read a group again with nobody heard: --inspect_every 0 leaves it out", stacklevel=2)
+        free_memory()
+        return None
 
 
 def explain_first_group(decoder, rollout, inside, step, config, folder):
     """The text of M3PO_DEBUG for the first group of this process."""
     if inside is None:
-        return "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other"
+        return "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other" if rollout.mix is None else "M3PO_DEBUG: no memory to look inside"
     G, inside = config.num_generations, dict(inside)
     sampled, alone = (
         [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([i for i, _ in rollout.completions()[:G]], inside.pop("alone"))

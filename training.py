@@ -308,7 +308,7 @@ def compile_layers(model):
             module.compile(dynamic=True)
 
 
-LOGITS_AT_ONCE, STATES_AT_ONCE = 1024, 4096  # tokens; of the first several float32 tensors of so many rows of the vocabulary are there together
+LOGITS_AT_ONCE, STATES_AT_ONCE = 256, 4096  # tokens; of the first several float32 tensors of so many rows of the vocabulary are there together
 
 
 @torch.no_grad()

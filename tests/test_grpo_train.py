@@ -680,6 +680,16 @@ def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
         assert not any("alone" in r for r in lines(out / "rollouts.jsonl"))
 
 
+def test_no_memory_to_look_inside_ends_no_run(warm, tmp_path, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(grpo_train, "interaction_effect", full)
+    with pytest.warns(UserWarning, match="--inspect_every 0 leaves it out"):
+        out = run_short(warm, tmp_path / "out", "--inspect_every", "1", "--eval_every", "0")
+    assert len(lines(out / "metrics.jsonl")) == 3
+
+
 def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
     """With next to nothing heard no token may be another one; with the draws of the group that it replaced most would be."""
     (tmp_path / "mine.py").write_text(
