@@ -518,6 +518,26 @@ def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_
 
 
 @pytest.mark.slow
+def test_weights_and_moments_in_shards_are_gone_on_with_to_the_bit(start, tmp_path):
+    """FSDP2 on two processes, gone on with from a checkpoint in the middle."""
+    words, (whole, cut) = dict(num_processes=2, fsdp=True, num_steps=4, save_every=2, keep_checkpoints=3), (tmp_path / "whole", tmp_path / "cut")
+    run = begin(words_of(start, whole, **words))
+    printed = run.communicate(timeout=180)[0]
+    assert run.returncode == 0, printed
+    shutil.copytree(whole, cut)
+    newest, *older = checkpoints(cut)
+    assert older
+    shutil.rmtree(newest)
+    for name in ("finished.json", "model.safetensors"):
+        (cut / name).unlink()
+    again = begin(words_of(start, cut, "--resume", **words))
+    printed = again.communicate(timeout=180)[0]
+    assert again.returncode == 0, printed
+    assert f"going on from {older[0]}" in printed
+    assert_same(whole, cut)
+
+
+@pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_left_alone(start, left_alone, tmp_path):
     """The short version of benchmarks/kill.py."""
     from benchmarks.kill import killed_and_resumed
