@@ -308,6 +308,7 @@ def test_asking_for_more_arithmetic_than_exists_or_for_an_unknown_split_is_refus
         load_problems("arithmetic", "dev")
 
 
+@pytest.mark.slow
 def test_arithmetic_is_the_same_in_another_process():
     """hash() of a text is another number in each process; the draw must not rest on it."""
     program = "import data; [print(p.question, p.solution.split()) for p in data.arithmetic_problems('train', 20, seed=3)]"

@@ -118,6 +118,7 @@ def test_no_child_outlives_its_parent():
     raise AssertionError("a child is still there")
 
 
+@pytest.mark.slow
 def test_a_child_that_is_busy_when_its_parent_is_killed_ends_at_its_time():
     code = "import math_grading as m; m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process], flush=True); "
     parent = subprocess.Popen(

@@ -7,8 +7,6 @@ import math
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 import tracemalloc
 
@@ -17,7 +15,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from report import evenly, page, read_groups, summary, write_report
+from report import evenly, main, page, read_groups, summary, write_report
 from tokens import token_pieces
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
@@ -85,14 +83,16 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     assert data["settings"] == {"model": "tiny", "m3po_lambda": 0.1}
 
 
-def test_a_page_is_made_of_what_is_there(tmp_path):
+def test_a_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "perplexity": 1.6, "train_seconds": 1.0}\n{"step": 2, "lo')
     text = write_report(tmp_path).read_text()
     assert data_of(text)["groups"] == []
     assert "Curves come with the tenth step" in text
-    done = subprocess.run([sys.executable, "report.py", str(tmp_path / "none")], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "holds no metrics.jsonl" in done.stderr
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path):
@@ -321,6 +321,7 @@ def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
     assert min(seconds) < 2, seconds
 
 
+@pytest.mark.slow
 def test_a_group_of_64_paths_that_all_hear_each_other_opens_soon(browser, tmp_path):
     """It took 3.5 seconds: a colour was read from text for each of 1.6 million weights."""
     some = [a_rollout(1, g, False, length=400) | {"pieces": [" x"] * 400, "logps": [-1.0] * 400, "think_end": 399} for g in range(64)]

@@ -244,7 +244,9 @@ def cut_off(monkeypatch, after, run):
 SAMPLED = dict(num_samples=3, temperature=0.8)
 
 
-@pytest.mark.parametrize(("settings", "after"), [({}, (11, 7)), (SAMPLED, (11, 7)), (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21))])
+@pytest.mark.parametrize(
+    ("settings", "after"), [({}, (11, 7)), pytest.param(SAMPLED, (11, 7), marks=pytest.mark.slow), (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21))]
+)
 def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(many, monkeypatch, capsys, settings, after):
     """Cut off twice, the second time after going on; the last one while paths interact where they do."""
     settings = dict(settings, batch_size=6)
