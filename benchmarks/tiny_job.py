@@ -7,6 +7,7 @@ Accuracy on 500 held-out problems before GRPO (the warm start's directory) and a
 
 import argparse
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,7 @@ def main():
     parser.add_argument("--parallel", type=int, default=1, help="cases at once, each on one core")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // args.parallel))  # threads that wait for each other's cores wait long
     with ThreadPoolExecutor(args.parallel) as pool:
         rows = [row for case_rows in pool.map(lambda case: run_case(case, args.work), args.cases) for row in case_rows]
     curves = {case: [json.loads(line)["correct"] for line in open(args.work / case / "metrics.jsonl")] for case in args.cases}
