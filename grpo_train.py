@@ -290,10 +290,11 @@ def run(config, accelerator, stop):
         # 5. Log, now and then evaluate and save.
         out_of_time = config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
         last = step + 1 == total or out_of_time
+        right = right_answers(texts, [p.problem.answer for p in mine for _ in range(config.num_generations)], config.answer_format, config.grading)
         metrics = {
             "step": step + 1,
             "outer_iteration": step // steps + 1,
-            **rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, config),
+            **rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config),
             **extra,
             **update_metrics,
             "learning_rate": learning_rate,
@@ -313,7 +314,7 @@ def run(config, accelerator, stop):
             if keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
                 log.say(f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends")
                 last = True
-        log_rollouts(accelerator, folder, step, decoder.tokenizer, sampled, advantages, config, inside and inside["alone"])
+        log_rollouts(accelerator, folder, step, decoder.tokenizer, sampled, right, advantages, config, inside and inside["alone"])
         if done["evaluate"]:
             done["metrics"] = metrics
         else:
@@ -475,16 +476,14 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
 # What is logged
 
 
-def rollout_metrics(accelerator, rollout, texts, mine, all_rewards, parts, config):
+def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config):
     """Metrics of a step's samples over all processes; the README's glossary explains each."""
     G = config.num_generations
     groups = all_rewards.view(-1, G)
-    answers = [p.problem.answer for p in mine for _ in range(G)]
-    correct = right_answers(texts, answers, config.answer_format, config.grading)
     thinking = rollout.thinking.view(-1, G, rollout.thinking.shape[1])
     alive = rollout.mask.view_as(thinking).any(1)
     local = {
-        "correct": [float(c) for c in correct],
+        "correct": [float(r) for r in right],
         "length": rollout.lengths.tolist(),
         "truncated": (~rollout.ended).float().tolist(),
         "unique": [len(set(texts[i : i + G])) / G for i in range(0, len(texts), G)],
@@ -544,7 +543,7 @@ def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_
     }
 
 
-def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, config, alone=None):
+def log_rollouts(accelerator, folder, step, tokenizer, sampled, right, advantages, config, alone=None):
     """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom.
 
     alone: G lists of the ids that the first group would have had with nobody heard; where they differ, the line says so.
@@ -552,7 +551,6 @@ def log_rollouts(accelerator, folder, step, tokenizer, sampled, advantages, conf
     mine, rollout, completions, texts, rewards, parts, _ = sampled
     G, records = config.num_generations, []
     first_row = shard(config.batch_size, accelerator, G).start
-    right = right_answers(texts, [p.problem.answer for p in mine for _ in range(G)], config.answer_format, config.grading)
     for n, ((ids, ended), text) in enumerate(zip(completions, texts, strict=True)):
         problem = mine[n // G].problem
         records.append({
@@ -586,7 +584,7 @@ def debug_every():
 
 def look_inside(scorer, sampled, step, config):
     """What the paths of the first group did to each other, in the steps where somebody wants to know; None in others, and where nobody listens."""
-    wanted = any(every and step % every == 0 for every in (config.inspect_every, debug_every()))
+    wanted = any(every and step % every == 0 for every in (config.log_groups and config.inspect_every, debug_every()))
     if sampled.rollout.mix is None or not wanted:
         return None
     uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], config.num_generations, config.max_completion_length)

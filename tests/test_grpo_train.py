@@ -711,7 +711,7 @@ def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, 
     batch = encode_prompts(load_problems("arithmetic", limit=2), tokenizer, "", 200)[0]
     sampled = grpo_train.sample(decoder, batch, range(2), config, 0)
     grpo_train.score(grpo_train.reward_functions(config), sampled, config, 0)
-    grpo_train.log_rollouts(accelerator, tmp_path, 0, tokenizer, sampled, torch.zeros(8), config)
+    grpo_train.log_rollouts(accelerator, tmp_path, 0, tokenizer, sampled, [False] * 8, torch.zeros(8), config)
     records = [json.loads(line, parse_constant=pytest.fail) for line in open(tmp_path / "rollouts.jsonl")]
     assert records[0]["logps"] == [None] * records[0]["length"]
 

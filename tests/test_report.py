@@ -306,19 +306,24 @@ def test_flips_between_evaluations(opened):
     assert tab.locator("#flipped summary").all_inner_texts() == ["train-0: 17 → nothing (reference 17) Question 0?"]
 
 
-def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
-    write_lines(tmp_path / "rollouts.jsonl", [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)])
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
-    path, seconds = write_report(tmp_path), []
+def seconds_to_open(browser, path, groups):
+    """The better of two times until the first group stands there."""
+    seconds = []
     for _ in range(2):
         tab = browser.new_page()
         started = time.perf_counter()
         tab.goto(path.as_uri())
         tab.wait_for_selector(".path")
         seconds.append(time.perf_counter() - started)
-        assert "1 of 500 groups" in tab.locator("#position").inner_text()
+        assert f"1 of {groups} groups" in tab.locator("#position").inner_text()
         tab.close()
-    assert min(seconds) < 2, seconds
+    return min(seconds)
+
+
+def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
+    write_lines(tmp_path / "rollouts.jsonl", [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+    assert seconds_to_open(browser, write_report(tmp_path), groups=500) < 2
 
 
 @pytest.mark.slow
@@ -327,12 +332,4 @@ def test_a_group_of_64_paths_that_all_hear_each_other_opens_soon(browser, tmp_pa
     some = [a_rollout(1, g, False, length=400) | {"pieces": [" x"] * 400, "logps": [-1.0] * 400, "think_end": 399} for g in range(64)]
     write_lines(tmp_path / "rollouts.jsonl", [r | {"mix": base64.b64encode(bytes([4] * 64 * 399 + [0] * 64)).decode()} for r in some])
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
-    path, seconds = write_report(tmp_path), []
-    for _ in range(2):
-        tab = browser.new_page()
-        started = time.perf_counter()
-        tab.goto(path.as_uri())
-        tab.wait_for_selector(".path")
-        seconds.append(time.perf_counter() - started)
-        tab.close()
-    assert min(seconds) < 2.5, seconds
+    assert seconds_to_open(browser, write_report(tmp_path), groups=1) < 2.5
