@@ -74,8 +74,6 @@ def scoring():
 
 def bench_step():
     cases, result = values("bench_step")
-    more, _ = values("bench_step_7b")
-    cases["7b-lora"] = more["7b-lora"]
     card = cases.pop("card")
     rows = [
         [
@@ -93,7 +91,7 @@ def bench_step():
     return text + (
         f"\n\nTRL's trainer with `generate` on the work of 1.5b-8x8, in the same call: {trl['trl_step_seconds']:.2f} s a step "
         f"({trl['trl_step_seconds'] / trl['step_seconds']:.1f} times ours), {trl['trl_peak_gib']:.1f} GiB with bf16 weights and moments. "
-        f"The card multiplies {card['matrix_rate']:.0f} TFLOP/s. 7b-lora is of another call. `{where(result)}`."
+        f"The card multiplies {card['matrix_rate']:.0f} TFLOP/s. `{where(result)}`."
     )
 
 
