@@ -24,7 +24,7 @@ COMMON = {"answer_format": "xml", "batch_size": 64, "num_generations": 8, "max_c
           "epsilon": 0.2, "loss_type": "dapo", "eval_every": 0, "micro_batch_tokens": 16384, "seed": 0}  # fmt: skip
 CASES = {  # settings of sft_train.py beside configs/gsm8k_warm_start.yaml, and of grpo_train.py beside COMMON
     "qwen-coder-0.5b": ({}, {"max_minutes": 6.5, "learning_rate": 2e-6, "m3po_lambda": 0.1}),
-    "smollm2-135m": ({"num_epochs": 3, "learning_rate": 1e-4}, {"max_minutes": 4, "learning_rate": 3e-6, "m3po_lambda": 0.1}),
+    "smollm2-135m": ({"num_epochs": 3, "learning_rate": 5e-4, "max_minutes": 1.5}, {"max_minutes": 4, "learning_rate": 5e-6, "m3po_lambda": 0.1}),
     "qwen-multi-reward": ({}, {"max_minutes": 4, "learning_rate": 2e-6, "m3po_lambda": 0, "reward_set": "multi_reward", "adam_beta2": 0.99,
                                "weight_decay": 0.1, "max_grad_norm": 0.1, "num_generations": 16, "batch_size": 32}),
 }  # fmt: skip
