@@ -48,18 +48,21 @@ def tiny_job():
 
 
 def gsm8k_h100():
-    cases, result = values("gsm8k_h100")
-    m = cases["qwen-coder-0.5b"]
-    rows = [
-        ["greedy, inside `<answer>`", number(m["exact_zero_shot"]), *both(m, "exact")],
-        ["sampled at temperature 1, mean of 4", "", *both(m, "sampled")],
-    ]
-    text = table(["accuracy", "zero-shot", "after the warm start", "after GRPO with M3PO"], rows)
-    return text + (
-        f"\n\nQwen2.5-Coder-0.5B-Instruct, {m['questions']} test questions, one seed, 95% intervals. Warm start {m['warm_start_seconds']:.0f} s, "
-        f"GRPO {m['train_seconds']:.0f} s = {m['train_steps']} steps of 64 x 8 completions, {m['bad_steps']} refused steps. Reloaded by plain transformers in "
-        f"another process, float32: {m['reloaded_same_completions']} greedy completions the same. `{where(result)}`."
-    )
+    """The three cases: each a table row for greedy and one for sampled completions, and a sentence."""
+    rows, texts = [], []
+    for name in ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward"):
+        cases, result = values(name)
+        [(case, m)] = cases.items()
+        for kind, label, zero in (("exact", "greedy", "exact_zero_shot"), ("sampled", "mean of 4 samples", None)):
+            paired = f"{kind}_difference" in m
+            difference = "{:+.3f} ({:+.3f} to {:+.3f})".format(m[f"{kind}_difference"], *m[f"{kind}_difference_ci95"]) if paired else ""
+            rows.append([case, label, number(m[zero]) if zero in m else "", *both(m, kind), difference])
+        texts.append(
+            f"{case}: warm start {m['warm_start_seconds']:.0f} s, GRPO {m['train_seconds']:.0f} s = {m['train_steps']} steps, {m['bad_steps']} refused steps; "
+            f"reloaded by plain transformers in another process, float32, {m['reloaded_same_completions']} greedy completions the same (`{where(result)}`)."
+        )
+    header = ["case", "accuracy", "zero-shot", "after the warm start", "after GRPO", "difference, paired"]
+    return table(header, rows) + f"\n\n{m['questions']} test questions, one seed, 95% intervals. " + " ".join(texts)
 
 
 def scoring():
