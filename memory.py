@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from config import RunError
 from processes import largest
 
-MOST_TOKENS = 6144  # that go through the model at once where nobody says: more are a little faster, and take their memory
+MOST_TOKENS = 6144  # that go through a model of FULL_SIZE at once where nobody says: more are a little faster, and take their memory
+FULL_SIZE = 1.5e9  # parameters; a smaller model is done with so many tokens before the next kernels are launched
 ENOUGH_TOKENS = 4096  # with fewer than these at once, recomputing activations is the better bargain
 REMEDIES = "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
 
@@ -57,8 +58,10 @@ class TokenBudget:
 
     @property
     def most(self):
-        """Tokens at once that are worth their memory: twice as many where they take little of it, activations being computed again."""
-        return MOST_TOKENS * (1 + self.recomputes)
+        """Tokens at once that are worth their memory: more for a small model, and twice as many where activations are computed again."""
+        on_card = next(self.policy.parameters()).device.type == "cuda"
+        smaller = FULL_SIZE / sum(p.numel() for p in self.policy.parameters()) if on_card else 1  # a CPU launches nothing
+        return int(MOST_TOKENS * min(max(smaller, 1), 10)) * (1 + self.recomputes)
 
     def state(self):
         """What a resumed run needs to cut its batches alike."""
