@@ -206,7 +206,8 @@ class Scorer(nn.Module):
         with torch.autocast(**self.autocast):
             hidden, row, token = self.hidden(rollout, rows)
             score = self._score_checkpointed if torch.is_grad_enabled() else self._score
-            chunks = zip(hidden.split(self.chunk_tokens), send(rows, hidden.device)[row].split(self.chunk_tokens), token.split(self.chunk_tokens), strict=True)
+            parts = max(1, -(-len(token) // self.chunk_tokens))  # about as large as each other: a rest of one token would be compiled for anew
+            chunks = zip(*(x.tensor_split(parts) for x in (hidden, send(rows, hidden.device)[row], token)), strict=True)
             pieces = [score(h, rollout.ids[r, t], rollout.temperature) for h, r, t in chunks]
         scores = torch.zeros(2, len(rows), rollout.ids.shape[1], device=hidden.device)
         logp, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
