@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 
-from answers import ascii_char, parse_number
+from answers import CHANGED_AFTER, SCALE, ascii_char, parse_number
 
 # Spelling
 
@@ -44,6 +44,7 @@ DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
 BASE = re.compile(r"([0-9][0-9A-Fa-f]*)_\{?(\d{1,2})\}?$")
 PAIR = re.compile(r"[(\[][^()]*,[^()]*[)\]]")  # (1,234) has two members
 TWO_NUMBERS = re.compile(r"(?<![_^\d])\d+ \d")
+SCALED = re.compile(rf"\d ?(?:{SCALE.pattern}|squared|cubed|factorial)", re.IGNORECASE)
 REPEATING = re.compile(r"([-+]?)(\d{0,50})\.(\d{0,50})\\overline\{(\d{1,50})\}")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
 RELATION = re.compile(r"(<=|>=|<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z]))")
@@ -69,7 +70,13 @@ def clean(text):
     text = re.sub(r"\\frac ?\{", r"\\frac{", text).replace("*", r"\cdot ")
     text = re.sub(r"(?<=\d) ?, ?(?=\d{3}\b)", lambda found: "," if found[0] == "," else found[0], text).strip()
     text = re.sub(r"(?<!\.)\.$", "", text).strip()
-    return re.sub(r"\s+", " ", UNIT.sub("", text)).strip()
+    return re.sub(r"\s+", " ", UNIT.sub(_unit, text)).strip()
+
+
+def _unit(found):
+    """Nothing, or the words themselves where they make another value: 5 million, 4 squared."""
+    words = re.sub(TEXT, r" \1", found[0])
+    return words if SCALE.search(words) or CHANGED_AFTER.match(words) else ""
 
 
 def _squeezed(text):
@@ -240,7 +247,7 @@ def _same_value(left, right, ask):
     numbers = number(left), number(right)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    if TWO_NUMBERS.search(left) or TWO_NUMBERS.search(right):
+    if any(TWO_NUMBERS.search(text) or SCALED.search(text) for text in (left, right)):
         return False
     return ask("value", left, right)
 
