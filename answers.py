@@ -183,6 +183,9 @@ def _sign(before):
             return None  # "--5", "2 - 5" with a word for the 2, "x-5", "x -5"; but "a profit of -$5" is a sign
     elif not gap and (_is_cased(head[-1:]) or head.endswith((".", ","))):
         return None
+    unbracketed = head.rstrip("([{ $")
+    if unbracketed != head and unbracketed.endswith(("+", "-")):
+        return None  # "-(5)", "-(-5)"
     return None if head.endswith("(") and _is_cased(head[-2:-1]) else (sign, head)
 
 
