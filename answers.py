@@ -124,6 +124,7 @@ LETTER = r"[^\W\d_]"
 LONE_LETTER = rf"{LETTER}(?!{LETTER})"
 CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
 LATEX_SPACING = re.compile(r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\[,;: ()\[\]]")
+EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 # Words that make another value of the number beside them. Scale words do so wherever they stand: "3 (in millions)".
 SCALE = re.compile(r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?)\b|[百千万萬亿億兆]", re.IGNORECASE)
 CHANGED_BEFORE = re.compile(r"\b(?:minus|negative|not|(?:half|twice|double|triple|root)(?: of)?|sqrt|log|ln|exp|sin|cos|tan)\b\W*$", re.IGNORECASE)
@@ -154,7 +155,7 @@ def plain_number_text(text):
         text = text.replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
         text = re.sub(r"\^ ?\\circ(?![a-zA-Z])|\^ ?\{ ?\\circ ?\}", "°", text)
         text = LATEX_SPACING.sub(" ", text)
-    return text.replace("{,}", ",").replace("**", " ").strip("* ")
+    return EMPHASIS.sub(r"\1", text.replace("{,}", ",").replace("**", " ")).strip("* ")
 
 
 def _is_ignored(char):

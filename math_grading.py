@@ -33,12 +33,16 @@ GONE = re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lr]?)
 SPACE = re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~|\s+")
 TEXT = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|operatorname)\s*\{([^{}]*)\}"
 SAME = {r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\leq": r"\le", r"\geq": r"\ge",
-        r"\neq": r"\ne", r"\varnothing": r"\emptyset", r"\lbrack": "[", r"\rbrack": "]", r"\infin": r"\infty"}  # fmt: skip
+        r"\neq": r"\ne", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
+        r"\varnothing": r"\emptyset", r"\lbrack": "[", r"\rbrack": "]", r"\infin": r"\infty"}  # fmt: skip
 FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp|sqrt|pi|infty"
 AFTER_VALUE = r"(?<=[\d}\)])"
 POWER = r"(?:\^\{?\d\}?)?$"
 UNIT = re.compile(AFTER_VALUE + rf"(?:\s*{TEXT}| (?!(?:and|or|{FUNCTIONS})\b)[a-zA-Z]{{2,}}(?: [a-zA-Z]{{2,}})*\.?)" + POWER)
-NAMED = re.compile(r"^[a-zA-Z](?:_\{?\w+\}?|\([a-z]\))? ?= ?|^[a-zA-Z] ?\\in ?")
+GREEK = r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|varphi|psi|omega)(?![a-zA-Z])"
+NAME = rf"[a-zA-Z](?:_\{{?\w+\}}?|\([a-zA-Z0-9]+\))?|[A-Z]{{2,3}}|{GREEK}|(?:m ?)?\\angle ?[a-zA-Z]{{1,3}}|\((?:[a-zA-Z], ?)+[a-zA-Z]\)"
+NAMED = re.compile(rf"^(?:{NAME}) ?= ?|^[a-zA-Z] ?\\in ?")
+PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 MIXED = re.compile(r"(?<![\w.}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
 DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
 BASE = re.compile(r"([0-9][0-9A-Fa-f]*)_\{?(\d{1,2})\}?$")
@@ -61,11 +65,13 @@ def clean(text):
             text = text[len(opening) : -len(closing)]
     box = re.fullmatch(r"\\f?box(?:ed)?\{(.*)\}", text.strip())
     text = re.sub(r",\\! ?", ",", box[1] if box else text)
+    text = re.sub(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)", lambda found: found[0].replace(r"\,", ""), text)
     text = re.sub(r"\binfinity\b", r"\\infty", SPACE.sub(" ", GONE.sub("", text)))
     text = re.sub(r"\\[a-zA-Z]+", lambda found: SAME.get(found[0], found[0]), text)
-    text = re.sub(r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}", text)  # \frac12, \frac1{72}, \sqrt2
-    text = re.sub(r"(\\frac\{[^{}]*\}) ?(\d|[a-zA-Z])(?![^{]*\}\{)", r"\1{\2}", text)
-    text = re.sub(r"(?<![\\a-zA-Z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(rf"\\(frac|sqrt|binom)(?: ?(\d|\\pi(?![a-zA-Z])|{GREEK})| ([a-zA-Z]))", r"\\\1{\2\3}", text)  # \frac12, \frac1{72}, \sqrt2, \frac\pi4
+    text = re.sub(rf"(\\(?:frac|binom)\{{[^{{}}]*\}}) ?(\d|[a-zA-Z]|\\pi(?![a-zA-Z])|{GREEK})(?![^{{]*\}}\{{)", r"\1{\2}", text)
+    text = re.sub(r"(?<![a-zA-Z])\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(^|[(\[{,]) ?\+ ?", r"\1", text)
     text = re.sub(rf"(?<![\\a-zA-Z])({FUNCTIONS})(?![a-zA-Z])", r"\\\1", text)
     text = re.sub(r"\\frac ?\{", r"\\frac{", text).replace("*", r"\cdot ")
     text = re.sub(r"(?<=\d) ?, ?(?=\d{3}\b)", lambda found: "," if found[0] == "," else found[0], text).strip()
@@ -135,6 +141,9 @@ def structure(text, depth=0):
     if text in (r"\emptyset", r"\{\}", r"\{ \}"):
         return "set", []
     listed = [part for part in _split(text, ",") if part]
+    names = [name and name[0].rstrip(" =") for name in map(NAMED.match, listed)]
+    if len(listed) > 1 and None not in names and len(set(names)) == len(names):  # x=1, y=2
+        return "named", {name: structure(part, depth + 1) for name, part in zip(names, listed, strict=True)}
     if len(listed) > 1 and parse_number(text) is None:
         return "set", _members(listed, depth)
     enclosed = _enclosed(text)
@@ -147,7 +156,7 @@ def structure(text, depth=0):
             return f"{opening}{closing}", [structure(part, depth + 1) for part in parts]
         if opening == "(" and closing == ")":
             return structure(inside, depth + 1)
-    if len(_split(text, r"\pm")) == 2:
+    if len(PLUS_MINUS.findall(text)) == 1:
         return "set", _members([text], depth)
     word = re.sub(TEXT, r"\1", text).strip(" ()")
     if re.fullmatch(r"[a-zA-Z][a-zA-Z' -]{3,}", word) or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word)):
@@ -179,8 +188,8 @@ def _members(parts, depth):
     """The parts of a set, with both values of each plus-minus."""
     values = []
     for part in parts:
-        sides = _split(part, r"\pm")
-        values += [part] if len(sides) != 2 else [f"{sides[0]} + {sides[1]}" if sides[0] else sides[1], f"{sides[0]} - {sides[1]}"]
+        once = len(PLUS_MINUS.findall(part)) == 1
+        values += [re.sub(r"(^|[{(]) ?\+ ?", r"\1", PLUS_MINUS.sub("+", part)), PLUS_MINUS.sub("-", part)] if once else [part]
     return [structure(value, depth + 1) for value in values]
 
 
@@ -219,9 +228,13 @@ def same(a, b, ask):
         lone, many = (left, right) if kind == "value" else (right, left)
         return len(many) == 1 and same(("value", lone), many[0], ask)
     if {kind, other} == {"value", "word"}:  # a choice: (C), and C
-        return len(left) == len(right) == 1 and left.lower() == right.lower()
+        return left.isalpha() and left.lower() == right.lower()
+    if {kind, other} == {"named", "set"}:
+        (kind, left), (other, right) = (("set", list(x.values()) if k == "named" else x) for k, x in (a, b))
     if kind != other:
         return False
+    if kind == "named":
+        return left.keys() == right.keys() and all(same(left[name], right[name], ask) for name in left)
     if kind == "value":
         return _same_value(left, right, ask)
     if kind == "word":
@@ -300,6 +313,9 @@ def _decide(kind, left, right):
         return False
     if a.free_symbols or b.free_symbols:
         return bool(verify(a, b, timeout_seconds=None))
+    apart = (a - b).doit()
+    if apart.is_Rational:
+        return apart == 0
     parts = [part for value in (a, b) for part in sympy.N(value, 60).as_real_imag()]
     if not all(part.is_Float or part.is_Integer for part in parts):
         return False  # infinite, or not a number after all
