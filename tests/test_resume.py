@@ -318,6 +318,9 @@ DAMAGES = {
     "a byte of the weights": (lambda p: flip(p / "model.safetensors"), "sha256"),
     "a file cut off": (lambda p: os.truncate(p / "model.safetensors", 1000), "has 1000 bytes"),
     "a file gone": (lambda p: (p / "training_state.json").unlink(), "training_state.json is missing"),
+    "a manifest that is no object": (lambda p: (p / "manifest.json").write_text("null"), "its manifest is not what was written"),
+    "a manifest without sizes": (lambda p: (p / "manifest.json").write_text('{"config.json": {}}'), "its manifest is not what was written"),
+    "an empty manifest": (lambda p: (p / "manifest.json").write_text("{}"), "its manifest does not name training_state.json"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "its writing was cut off"),
 }
 
@@ -333,6 +336,14 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninter
     assert "checkpoint-2, after step 2" in printed
     assert damage(cut / "checkpoint-8") is None
     assert_same(cut, uninterrupted("full"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x"}', '{"step": null}', '{"step": 8'])
+def test_a_damaged_note_of_a_finished_run_is_named(text, start, cut):
+    """Each ended in a traceback that said nothing about the file."""
+    (cut / "finished.json").write_text(text)
+    with pytest.raises(RunError, match=r"finished\.json is damaged: delete it"):
+        grpo_train.train(settings_of(start, cut, resume=True))
 
 
 def test_litter_of_a_save_that_was_cut_off_is_swept(start, cut):
