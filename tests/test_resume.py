@@ -291,6 +291,22 @@ def test_resuming_in_an_empty_folder_starts_afresh(start, tmp_path, capsys):
     assert "starting from the beginning" in capsys.readouterr().out
 
 
+def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(start, tmp_path):
+    """--output_dir the same as --model wrote the trained model over the one it came from."""
+    shutil.copytree(start / "model", tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(SettingError, match="holds a model of somebody else's: choose another"):
+        grpo_train.train(settings_of(start, tmp_path / "model", model=str(tmp_path / "model")))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "is no name"), ("a\0b", "is no name"), ("x" * 300, "is no name"), ("/proc/nothing", "cannot be written to")])
+def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
+    """An empty name filled the current folder; the others ended in a traceback, the last after the models were loaded."""
+    with pytest.raises(SettingError, match=f"output_dir=.*{words}"):
+        grpo_train.train(settings_of(start, name))
+
+
 def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
     with pytest.raises(SettingError, match="holds a run already: choose another, or say --resume true"):
         grpo_train.train(settings_of(start, uninterrupted("full")))
