@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from config import SettingError
 from data import pad_left, pad_right
 from tokens import IMPOSSIBLE, whole_blocks
 
@@ -55,12 +56,16 @@ def real_logits(logits, cap, num_real=None, missing=None):
 
 
 @torch.no_grad()
-def check_head(model):
+def check_head(model, name):
     """Refuse a model whose logits are not what `vocab_logits` computes (a family that scales them in its own way)."""
     ids = torch.arange(4, device=model.device).view(1, 4)
     own = vocab_logits(model, model_body(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    if not torch.allclose(own, model(input_ids=ids, use_cache=False).logits.float(), atol=1e-2, rtol=1e-2):
-        raise ValueError(f"model type {model.config.model_type}: its head does more than a matrix product; add it to vocab_logits in backbones.py")
+    whole = model(input_ids=ids, use_cache=False).logits.float()
+    if not whole.isfinite().all():
+        raise SettingError("model", name, "gives logits that are not finite: its weights are damaged")
+    if not torch.allclose(own, whole, atol=1e-2, rtol=1e-2):
+        remedy = f"a {model.config.model_type} model's head does more than a matrix product; add it to vocab_logits in backbones.py"
+        raise SettingError("model", name, remedy)
 
 
 def send(values, device):

@@ -106,6 +106,10 @@ def damage(folder):
         entries = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return "it has no manifest: its writing was cut off"
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries.values()):
+        return "its manifest is not what was written"
+    if missing := {"training_state.json", "training_state.safetensors"} - set(entries):
+        return f"its manifest does not name {min(missing)}"
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
@@ -115,6 +119,16 @@ def damage(folder):
         if _digest(path) != entry["sha256"]:
             return f"{name} is not what was written (sha256)"
     return None
+
+
+def finished_steps(path):
+    """The steps that a finished run noted; 0 where there is no note."""
+    if not path.exists():
+        return 0
+    try:
+        return int(json.loads(path.read_text())["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} is damaged: delete it and the run goes on from its newest checkpoint") from error
 
 
 def checkpoints(output_dir):
@@ -229,7 +243,7 @@ class Checkpoints:
     def resume(self, total, budget):
         """What is finished according to the newest whole checkpoint, which is restored; None where there is none; FINISHED where nothing is left to do."""
         finished, path = self.folder / FINISHED, self.newest()
-        last = json.loads(finished.read_text())["step"] if finished.exists() else 0
+        last = finished_steps(finished)
         if last >= total:
             self._say(f"nothing is left to do: {self.folder} finished its {last} steps")
             return FINISHED

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -193,8 +194,9 @@ def template_kwargs(config):
         raise SettingError("chat_template_kwargs", config.chat_template_kwargs, f"is not JSON ({error.msg})") from error
     if not isinstance(value, dict):
         raise SettingError("chat_template_kwargs", config.chat_template_kwargs, "must be a JSON object")
-    if {"tokenize", "add_generation_prompt"} & set(value):
-        raise SettingError("chat_template_kwargs", config.chat_template_kwargs, "must not hold tokenize or add_generation_prompt, which are set here")
+    if {"tokenize", "add_generation_prompt", "conversation", "messages"} & set(value):
+        remedy = "must not hold tokenize, add_generation_prompt, conversation or messages, which are set here"
+        raise SettingError("chat_template_kwargs", config.chat_template_kwargs, remedy)
     return value
 
 
@@ -205,7 +207,7 @@ def system_prompt(config):
         return chosen.system_prompt
     try:
         text = Path(config.system_prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         raise SettingError("system_prompt_file", config.system_prompt_file, f"cannot be read ({type(error).__name__})") from error
     if chosen.think_end not in text:
         raise SettingError("system_prompt_file", config.system_prompt_file, f"must name {chosen.think_end!r}, which answer_format={chosen.name} waits for")
@@ -253,11 +255,17 @@ def settings_from_file(config_class, path):
         if name in REFUSED and name not in fields:
             raise SettingError(key, value, REFUSED[name])
         if name not in fields:
-            raise SettingError(key, value, f"no such setting in {path}; --help lists them")
+            raise SettingError(key, value, f"no such setting in {path}; --help lists them{_meant(str(key), fields)}")
         if name in settings:
             raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
         settings[name] = _typed(name, fields[name], value)
     return settings
+
+
+def _meant(name, known):
+    """The name that a misspelt one is nearest to, for the end of a message; nothing where none is near."""
+    near = get_close_matches(name.replace("-", "_"), known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _typed(name, hint, value):
@@ -268,7 +276,10 @@ def _typed(name, hint, value):
     if isinstance(value, bool) and name == "gradient_checkpointing":  # YAML reads on and off so
         return str(value)
     if isinstance(value, dict) and str in kinds:
-        return json.dumps(value)
+        try:
+            return json.dumps(value)
+        except TypeError as error:  # YAML reads 2024-01-01 as a date
+            raise SettingError(name, value, f"must hold what JSON can ({error}); put it into quotes") from error
     if value is None and NoneType in parts:
         return None
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
@@ -295,7 +306,7 @@ def parse_config(config_class, argv=None, description=None):
             argv[i] = "--" + ALIASES[name] + word[2 + len(name) :]
     parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
-    parser.error = _usage_error
+    parser.error = lambda message: _usage_error(message, fields)
     known = _config_only(argv)
     if known is not None:
         parser.set_defaults(**settings_from_file(config_class, known))
@@ -314,8 +325,9 @@ def _config_only(argv):
     return first.parse_known_args(argv)[0].config
 
 
-def _usage_error(message):
-    raise SettingError("command line", message, "--help lists every flag")
+def _usage_error(message, fields=()):
+    flag = re.match(r"unrecognized arguments: --([\w-]+)", message)
+    raise SettingError("command line", message, "--help lists every flag" + (_meant(flag[1], fields) if flag else ""))
 
 
 def run_main(main):
@@ -331,9 +343,9 @@ def run_main(main):
     except (RunError, RewardError) as error:
         sys.exit(_last_words(error, 1))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
             raise
-        sys.exit(_last_words(f"{error.filename or 'the disk'}: {error.strerror}; go on with --resume true when there is room", 1))
+        sys.exit(_last_words(f"{error.filename or 'the disk'}: {error.strerror}; go on with --resume true when it can be written to again", 1))
     except RuntimeError as error:
         if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
             raise

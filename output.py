@@ -30,6 +30,10 @@ LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
 def refuse_used(config):
     """Refuse an output_dir that holds a run, or that cannot be a folder, before any work is done."""
     folder = Path(config.output_dir)
+    if not config.output_dir.strip() or "\0" in config.output_dir or any(len(os.fsencode(part)) > 255 for part in folder.parts):
+        raise SettingError("output_dir", config.output_dir[:100], "is no name of a folder")
+    if (folder / "config.json").exists() and not (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
+        raise SettingError("output_dir", config.output_dir, "holds a model of somebody else's: choose another, or say --overwrite_output_dir true")
     if (folder / "run_config.yaml").exists() and not (config.overwrite_output_dir or config.resume):
         raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true")
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
@@ -41,10 +45,14 @@ def open_output(config, accelerator):
     folder, held, problem = Path(config.output_dir), None, None
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = open(folder / ".lock", "w")
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(parents=True, exist_ok=True)
+            held = open(folder / ".lock", "w")
+        except OSError as error:
+            problem = f"cannot be written to ({error.strerror})"
+        try:
+            if held is not None:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             problem = "another run is writing there at this moment"
         except OSError as error:

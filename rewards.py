@@ -218,6 +218,9 @@ def load_reward(spec):
     return function, value
 
 
+LARGEST_REWARD = 1e30  # squares and sums of a batch of such are finite still
+
+
 class RewardError(RuntimeError):
     """A reward function raised, or returned something that cannot be trained on; one line that names it."""
 
@@ -254,13 +257,20 @@ def _time_limit(where, completions, seconds):
         faulthandler.cancel_dump_traceback_later()
 
 
+def _own_copy(value):
+    """Lists and dicts, and those within them, as the function's own: what it does to its arguments reaches no other function and no log."""
+    if isinstance(value, list):
+        return [_own_copy(v) if isinstance(v, list | dict) else v for v in value]
+    return {k: _own_copy(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def _call(function, columns, where, timeout=0.0):
     """The function's values; if it raises, it is asked again row by row, so that the message shows the completion it raises on."""
     completions = columns["completions"]
     with _time_limit(where, completions, timeout):
         try:
-            return function(**columns)
-        except Exception as error:  # the user's code, which may raise anything
+            return function(**_own_copy(columns))
+        except (Exception, SystemExit) as error:  # the user's code, which may raise anything; sys.exit(0) in it would end the run as if it were finished
             row = next((i for i in range(len(completions)) if _raises(function, columns, i, type(error))), None)
             shown = " on no single completion" if row is None else f" on {_quote(completions[row])}"
             if row is None and completions:
@@ -271,8 +281,8 @@ def _call(function, columns, where, timeout=0.0):
 def _raises(function, columns, row, kind):
     count = len(columns["completions"])
     try:
-        function(**{k: [v[row]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in columns.items()})
-    except Exception as error:
+        function(**_own_copy({k: [v[row]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in columns.items()}))
+    except (Exception, SystemExit) as error:
         return type(error) is kind
     return False
 
@@ -287,6 +297,8 @@ def _number(value, where, completion):
         number = math.nan
     if not math.isfinite(number):
         raise RewardError(f"{where} returned {' '.join(repr(value).split())[:80]}, which is not a finite number, for {_quote(completion)}")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardError(f"{where} returned {number:g}, too large to compare with others (at most {LARGEST_REWARD:g}), for {_quote(completion)}")
     return number
 
 
@@ -332,4 +344,6 @@ def compute_rewards(functions, prompts, completions, step=None, gather=list, tim
         for i, v in enumerate(values):
             if v is not None:
                 totals[i] = weight * v + (0.0 if math.isnan(totals[i]) else totals[i])
+                if abs(totals[i]) > LARGEST_REWARD:
+                    raise RewardError(f"{where}: {v:g} times its weight {weight:g} is too large to compare with others (at most {LARGEST_REWARD:g})")
     return totals, parts

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from config import SettingError
+
 IDS_TO_WAIT = 16  # for the bytes that make a whole text; a character has 4 at the most, but an id may end one and begin the next
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
 IMPOSSIBLE = -1e30  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
@@ -102,12 +104,15 @@ class TokenTables:
 
 def eos_token_ids(tokenizer, model):
     """The union of the EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
+    name = model.config.name_or_path
     sources = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
     sources.append(model.generation_config.eos_token_id if model.generation_config is not None else None)
     ids = {i for s in sources if s is not None for i in (s if isinstance(s, list | tuple) else [s])}
     if not ids:
-        raise ValueError("neither the tokenizer nor the model's configs name an EOS token: set tokenizer.eos_token")
-    return sorted(ids)
+        raise SettingError("model", name, "neither the tokenizer nor the model's configs name an EOS token: set eos_token in tokenizer_config.json")
+    if wrong := [i for i in ids if type(i) is not int]:
+        raise SettingError("model", name, f"eos_token_id holds {wrong[0]!r} in config.json or generation_config.json, which is no whole number")
+    return sorted(i for i in ids if i >= 0)  # some configs write -1 for none
 
 
 def token_tables(tokenizer, model, think_end=None):
@@ -115,7 +120,8 @@ def token_tables(tokenizer, model, think_end=None):
     table_size = model.get_input_embeddings().weight.shape[0]
     known = set(tokenizer.get_vocab().values())
     if max(known) >= table_size:
-        raise ValueError(f"the tokenizer has ids up to {max(known)}, the model embeds only {table_size}: they do not belong together")
+        remedy = f"the tokenizer has ids up to {max(known)}, the model embeds only {table_size}: they do not belong together"
+        raise SettingError("model", model.config.name_or_path, remedy)
     num_real, device = max(known) + 1, model.device
     eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
     is_eos = torch.zeros(num_real, dtype=torch.bool)

@@ -65,20 +65,25 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
     dropout = {key: value for key, value in text.to_dict().items() if re.search("drop", key) and isinstance(value, float)}
     for key in dropout:
         setattr(text, key, 0.0)
-    model = _from_pretrained(AutoModelForCausalLM, name, config=settings, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+    load = dict(config=settings, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
+    model, found = _from_pretrained(AutoModelForCausalLM, name, **load)
+    if found["missing_keys"]:  # transformers would draw them at random, with a table on standard error
+        absent = sorted(found["missing_keys"])
+        raise SettingError("model", name, f"lacks {len(absent)} of its weights, {absent[0]} among them: it is half a model, or its config.json is another's")
+    model = model.to(device)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.source_dtype = source_dtype if isinstance(source_dtype, torch.dtype) else getattr(torch, source_dtype)
     model.source_dropout = dropout
-    check_head(model)
+    check_head(model, name)
     return model
 
 
 def _from_pretrained(kind, name, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError) as error:  # the last two: JSON of another shape
         reason = " ".join(str(error).split())[:200]
         raise SettingError("model", name, f"cannot be loaded as a {kind.__name__[4:]}; give a directory or a hub id that can be reached ({reason})") from error
 

@@ -391,6 +391,13 @@ def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_
     assert build_prompt(gemma, "Q", "") == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n"
 
 
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages[7].content }}", "{{ messages[0].content + 3 }}"])
+def test_a_template_that_cannot_be_filled_in_is_one_line(tokenizer, template):
+    with pytest.raises(DataError, match=r"^the chat template of .* cannot be filled in: ") as error:
+        build_prompt(copy_of(tokenizer, template), "Q", "S")
+    assert "\n" not in str(error.value)
+
+
 def test_a_tokenizer_without_a_chat_template_gets_the_plain_one_and_one_warning(tokenizer):
     bare = copy_of(tokenizer, None)
     with pytest.warns(UserWarning, match="no chat template"):

@@ -1,7 +1,10 @@
 """Rewards that hang or pay nothing, a check before money is spent, and settings thrown at random."""
 
+import errno
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import grpo_train
-from config import RunError, SettingError, parse_config
+from config import RunError, SettingError, parse_config, run_main
 from conftest import a_model_and_problems
 from data import DataError
 from rewards import compute_rewards
@@ -128,3 +131,18 @@ def test_500_random_settings_run_a_step_or_are_refused_in_one_line(start, tmp_pa
         ran, refused = ran + (message is None), refused + (message is not None)
     assert ran > 50
     assert refused > 50
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EIO])
+def test_a_disk_that_cannot_be_written_to_any_more_ends_a_run_in_one_line(number, capsys):
+    """A quota on the size of files, or a file system that turned read-only, ended in a traceback."""
+
+    def main():
+        raise OSError(number, os.strerror(number), "out/metrics.jsonl")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run_main(main)
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 1
+    assert f"out/metrics.jsonl: {os.strerror(number)}; go on with --resume true" in capsys.readouterr().err

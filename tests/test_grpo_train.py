@@ -402,6 +402,10 @@ def test_a_bad_setting_is_named_with_its_value_and_what_would_do(flags, words):
     [
         ("batch_size: 2\nbatch_size: 3\n", ["repeated key batch_size"]),
         ("no_such: 2\n", ["no_such=2", "no such setting"]),
+        ("learning_rat: 2\n", ["learning_rat=2", "did you mean learning_rate?"]),
+        ("chat_template_kwargs: {a: 2024-01-01}\n", ["chat_template_kwargs=", "put it into quotes"]),
+        ('system_prompt_file: "a\\0b"\n', ["system_prompt_file=", "cannot be read"]),
+        ("chat_template_kwargs: {messages: 1}\n", ["chat_template_kwargs=", "are set here"]),
         ("batch_size: many\n", ["batch_size='many'", "int"]),
         ("model: a\nmodel_name_or_path: b\n", ["given twice"]),
         ("num_iterations: 2\n", ["num_iterations=2", "outer_iterations"]),

@@ -291,6 +291,22 @@ def test_resuming_in_an_empty_folder_starts_afresh(start, tmp_path, capsys):
     assert "starting from the beginning" in capsys.readouterr().out
 
 
+def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(start, tmp_path):
+    """--output_dir the same as --model wrote the trained model over the one it came from."""
+    shutil.copytree(start / "model", tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(SettingError, match="holds a model of somebody else's: choose another"):
+        grpo_train.train(settings_of(start, tmp_path / "model", model=str(tmp_path / "model")))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "is no name"), ("a\0b", "is no name"), ("x" * 300, "is no name"), ("/proc/nothing", "cannot be written to")])
+def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
+    """An empty name filled the current folder; the others ended in a traceback, the last after the models were loaded."""
+    with pytest.raises(SettingError, match=f"output_dir=.*{words}"):
+        grpo_train.train(settings_of(start, name))
+
+
 def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
     with pytest.raises(SettingError, match="holds a run already: choose another, or say --resume true"):
         grpo_train.train(settings_of(start, uninterrupted("full")))
@@ -318,6 +334,9 @@ DAMAGES = {
     "a byte of the weights": (lambda p: flip(p / "model.safetensors"), "sha256"),
     "a file cut off": (lambda p: os.truncate(p / "model.safetensors", 1000), "has 1000 bytes"),
     "a file gone": (lambda p: (p / "training_state.json").unlink(), "training_state.json is missing"),
+    "a manifest that is no object": (lambda p: (p / "manifest.json").write_text("null"), "its manifest is not what was written"),
+    "a manifest without sizes": (lambda p: (p / "manifest.json").write_text('{"config.json": {}}'), "its manifest is not what was written"),
+    "an empty manifest": (lambda p: (p / "manifest.json").write_text("{}"), "its manifest does not name training_state.json"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "its writing was cut off"),
 }
 
@@ -333,6 +352,14 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninter
     assert "checkpoint-2, after step 2" in printed
     assert damage(cut / "checkpoint-8") is None
     assert_same(cut, uninterrupted("full"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x"}', '{"step": null}', '{"step": 8'])
+def test_a_damaged_note_of_a_finished_run_is_named(text, start, cut):
+    """Each ended in a traceback that said nothing about the file."""
+    (cut / "finished.json").write_text(text)
+    with pytest.raises(RunError, match=r"finished\.json is damaged: delete it"):
+        grpo_train.train(settings_of(start, cut, resume=True))
 
 
 def test_litter_of_a_save_that_was_cut_off_is_swept(start, cut):

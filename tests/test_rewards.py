@@ -408,6 +408,53 @@ def test_a_function_that_raises_is_named_with_the_completion_it_raises_on():
     assert "\n" not in str(caught.value)
 
 
+def test_a_function_that_leaves_by_sys_exit_is_a_failure_and_not_the_end_of_a_finished_run():
+    """sys.exit(0) ended the training with status 0, without a word and without a model."""
+
+    def leaves(completions, **kwargs):
+        if "b" in completions:
+            raise SystemExit(0)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"^reward function leaves raised SystemExit: 0 on completion 'b'$"):
+        compute_rewards([(leaves, 1.0)], [None] * 2, ["a", "b"])
+
+
+def test_what_a_function_does_to_its_arguments_reaches_no_other_function_and_no_log():
+    """Cleared ids ended a run in its log; a rewritten message was what the next function graded."""
+
+    def spoils(completions, completion_ids, answer, **kwargs):
+        values = [float(len(c)) for c in completion_ids]
+        completions[0][0]["content"] = "spoilt"
+        completion_ids[1].clear()
+        answer.reverse()
+        completions.pop()
+        return values
+
+    def reads(completions, completion_ids, answer, **kwargs):
+        return [len(c[0]["content"]) + 10 * len(i) + 100 * int(a) for c, i, a in zip(completions, completion_ids, answer, strict=True)]
+
+    completions, ids = [[{"role": "assistant", "content": text}] for text in ("a", "bcd")], [[5], [6, 7]]
+    _, parts = compute_rewards([(spoils, 1.0), (reads, 1.0)], [None] * 2, completions, completion_ids=ids, answer=["1", "2"])
+    assert parts == {"spoils": [1.0, 2.0], "reads": [111.0, 223.0]}
+    assert ids == [[5], [6, 7]]
+
+
+def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight():
+    """1e308 beside 0 ended in OverflowError; with such a weight no step was taken, and the run ended well."""
+
+    def pays(completions, **kwargs):
+        return [1e308] * len(completions)
+
+    def counts(completions, **kwargs):
+        return [3.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"^reward function pays returned 1e\+308, too large to compare with others \(at most 1e\+30\), for completion 'a'$"):
+        compute_rewards([(pays, 1.0)], [None], ["a"])
+    with pytest.raises(RewardError, match=r"^reward function counts: 3 times its weight 1e\+30 is too large"):
+        compute_rewards([(counts, 1e30)], [None], ["a"])
+
+
 def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_completion():
     def together(completions, **kwargs):
         return [1.0 / (len(completions) == 1)]

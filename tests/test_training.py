@@ -1,12 +1,13 @@
 """The scored forward, micro-batches, the guarded step and the parts both training scripts share."""
 
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import training
@@ -16,6 +17,7 @@ from data import pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from memory import micro_batches
 from output import save_adapter, save_model
+from tokens import token_tables
 from training import (
     Scorer,
     TokenScores,
@@ -24,6 +26,7 @@ from training import (
     guarded_step,
     interaction_effect,
     load_model,
+    load_tokenizer,
     logits_gradient,
     make_optimizer,
     problem_batch,
@@ -284,6 +287,36 @@ def test_a_model_that_is_not_there_is_named_with_what_to_do(tokenizer, tmp_path)
         with pytest.raises(SettingError, match="give a directory or a hub id") as error:
             load_model(name, tokenizer, torch.float32, "cpu")
         assert name in str(error.value)
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def not_finite(path):
+    state = load_file(path)
+    save_file({name: value * math.nan for name, value in state.items()}, path, metadata={"format": "pt"})
+
+
+WRONG_MODELS = {
+    "a layer more than there are weights": (lambda p: edit(p / "config.json", num_hidden_layers=3), "lacks 9 of its weights, model.layers.2"),
+    "a list for a config": (lambda p: (p / "config.json").write_text("[]"), "cannot be loaded as a"),
+    "a tokenizer of nothing": (lambda p: (p / "tokenizer.json").write_text("{}"), "cannot be loaded as a Tokenizer"),
+    "weights that are NaN": (lambda p: not_finite(p / "model.safetensors"), "not finite: its weights are damaged"),
+    "an EOS id of letters": (lambda p: edit(p / "generation_config.json", eos_token_id="x"), "eos_token_id holds 'x'"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_MODELS)
+def test_a_model_folder_that_does_not_fit_together_is_one_line(kind, tokenizer, tmp_path):
+    """The missing layer was drawn at random and trained; the others ended in tracebacks."""
+    do, words = WRONG_MODELS[kind]
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path, torch.float32)
+    do(tmp_path)
+    with pytest.raises(SettingError, match=words) as error:
+        token_tables(load_tokenizer(str(tmp_path)), load_model(str(tmp_path), tokenizer, torch.float32, "cpu"))
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_saved_model_comes_back_in_its_own_dtype_and_no_half_written_file_is_left(tokenizer, tmp_path):
