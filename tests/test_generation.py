@@ -7,7 +7,7 @@ import torch
 
 from conftest import build_model
 from data import pad_left
-from generation import GroupDecoder, Interaction, _first_beyond, draw, keep_top, rollout_uniforms
+from generation import GroupDecoder, Interaction, Rows, _first_beyond, draw, keep_top, mix_step, rollout_uniforms
 from tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
 
 T = 24
@@ -98,6 +98,38 @@ def test_a_group_that_has_stopped_thinking_is_plain_sampling_bit_for_bit(llama, 
     assert torch.equal(plain.logp, stopped.logp)
     assert not stopped.mix.any()
     assert not stopped.input_change.any()
+
+
+def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
+    """Two paths have said five tokens and hear each other, the third ended after two: the weights belong to the fifth, the change to |e|."""
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        t=torch.tensor([5, 5, 2]), slot=torch.tensor([0, 0, 0]), path=torch.tensor([0, 1, 2]), input_change=torch.zeros(3, 8)
+    )
+    embeds, mix = torch.tensor([[3.0, 4.0], [0.0, 10.0], [7.0, 7.0]]), torch.zeros(1, 8, 3, 3)
+    inputs = mix_step(embeds, torch.tensor([True, True, False]), torch.ones(1, 3, 3), torch.tensor([[0, 1, 2]]), rows, mix, 0.1, 0.5)
+    assert inputs.tolist() == [[1.5, 7.0], [1.5, 7.0], [7.0, 7.0]]
+    assert mix[0, 4].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+    assert not mix[0, [0, 1, 2, 3, 5, 6, 7]].any()
+    moved = math.sqrt(1.5**2 + 3**2)
+    assert rows.input_change[:2, 4].tolist() == pytest.approx([moved / 5, moved / 10], abs=1e-6)
+    assert not rows.input_change[2].any()
+
+
+@torch.no_grad()
+def test_two_paths_are_a_group_too(llama, tokenizer, prompts):
+    """Each has the other alone to listen to, with weight 1, while both think."""
+    out = sampled(GroupDecoder(llama, tokenizer, "e", Interaction(0.3)), prompts, G=2)
+    both = out.thinking.view(-1, 2, out.thinking.shape[1]).all(1)[:, :-1]  # (B, T)
+    assert both.any()
+    assert torch.allclose(out.mix[:, :-1], both[:, :, None, None] * torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+
+
+def test_a_text_ends_before_its_eos_and_has_no_special_tokens_and_no_clean_up(llama, tokenizer):
+    decoder, ids = GroupDecoder(llama, tokenizer), tokenizer("pens , 12 .")["input_ids"]
+    assert decoder.text([tokenizer.convert_tokens_to_ids("<|im_start|>"), *ids, tokenizer.eos_token_id], True) == "pens , 12 ."
+    last = tokenizer.decode(ids[-1:])
+    assert decoder.text(ids, True) == "pens , 12 .".removesuffix(last), "an EOS that generation_config names need not be a special token"
+    assert decoder.text(ids, False) == "pens , 12 ."
 
 
 @torch.no_grad()
@@ -235,6 +267,9 @@ def test_a_draw_is_the_first_id_whose_running_sum_passes_u():
             assert int(token) == expected, (u, block)
             assert float(logp) == pytest.approx(float(logits[0, expected]), abs=1e-6)
             assert float(top) == pytest.approx(math.log(0.5))
+    for block in (1, 2, 4):
+        edges = [int(draw(torch.zeros(1, 4), torch.tensor([u]), block=block)[0]) for u in (0.0, 0.25, 0.5, 0.75)]
+        assert edges == [0, 1, 2, 3], "a sum that is u does not pass it, or id 0 would have 2^-24 too much and the last too little"
 
 
 def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():

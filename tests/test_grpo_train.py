@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
 from memory import TokenBudget, row_lengths
-from processes import starts_processes
+from processes import shard, starts_processes
 from rewards import RewardError
 from training import Scorer, make_optimizer
 
@@ -48,8 +49,9 @@ def test_advantages_are_centred_and_divided_by_the_sample_deviation():
 
 def test_equal_rewards_have_advantage_exactly_zero_even_where_their_mean_rounds():
     """0.1 + 0.1 + 0.1 is not 0.3: a test on the deviation would find a signal."""
-    for value in (0.1, 1 / 3, 1e8 + 1, 0.0):
-        assert not group_advantages(torch.full((3,), value), 3).any()
+    for value in (0.1, 0.7, 1 / 3, 1e8 + 1, 0.0):
+        for size in (3, 7, 12):
+            assert not group_advantages(torch.full((size,), value, dtype=torch.float64), size).any(), "as the loop has them"
     assert group_advantages(torch.tensor([0.1, 0.1, 0.1 + 1e-7]), 3).any()
 
 
@@ -108,6 +110,19 @@ def test_the_first_step_has_loss_zero_and_a_gradient():
     loss.backward()
     assert float(loss) == 0
     assert logp.grad.tolist() == [[-0.5], [0.5]]
+
+
+# Who works on what
+
+
+def test_the_processes_shares_are_the_whole_batch_in_order_and_alike_in_size():
+    """7 problems on 2 processes are 3 and 4 of them; with 12 rows each, 36 and 48."""
+    for count, world in [(7, 2), (12, 8), (5, 5), (3, 1)]:
+        ranks = [SimpleNamespace(process_index=rank, num_processes=world) for rank in range(world)]
+        shares = [list(range(count))[shard(count, rank)] for rank in ranks]
+        assert [i for share in shares for i in share] == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert [shard(count, rank, 12) for rank in ranks] == [slice(share[0] * 12, share[-1] * 12 + 12) for share in shares]
 
 
 # The update

@@ -16,7 +16,7 @@ import grpo_eval
 import sft_train
 from compare import over_questions
 from config import SettingError
-from conftest import build_model
+from conftest import a_model_and_problems, build_model
 from data import DataError, EncodedProblem, Problem, build_prompt
 from generation import GroupDecoder
 from output import save_model
@@ -73,6 +73,21 @@ def test_the_loss_is_on_the_response_only_and_is_the_cross_entropy_of_plain_tran
         logits = model(input_ids=row).logits[..., : len(tokenizer)]
         total += float(torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"))
     assert float(-logp.sum()) == pytest.approx(total, rel=1e-5)
+
+
+def test_a_supervised_step_does_not_depend_on_its_micro_batches(tokenizer, tmp_path):
+    """I3: the loss is a mean over the tokens of the whole batch, long responses counting for more, however it is cut."""
+    a_model_and_problems(tmp_path, "llama", tokenizer)
+    rows = [{"question": f"{n}?", "answer": "pens " * (1 + 5 * (n % 3)) + f"\n#### {n}"} for n in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logged = []
+    for budget in (10**6, 1):
+        settings = dict(model=str(tmp_path / "model"), dataset=str(tmp_path / "train.jsonl"), num_epochs=None, num_steps=2, batch_size=6, warmup_ratio=0.0)
+        out = sft_train.train(sft_train.Config(**settings, micro_batch_tokens=budget, learning_rate=1e-3, output_dir=str(tmp_path / f"out{budget}")))
+        logged.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+    for whole, cut in zip(*logged, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert whole[name] == pytest.approx(cut[name], rel=1e-4)
 
 
 def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():
