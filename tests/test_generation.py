@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+import backbones
+from backbones import check_head, why_not
 from conftest import build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rows, _first_beyond, draw, keep_top, mix_step, rollout_uniforms
@@ -430,6 +432,39 @@ def test_a_model_that_the_fast_path_cannot_serve_says_so_in_one_line(family, rea
         assert len(said) == 1
         assert "plain path" in said[0]
         assert reason in said[0]
+
+
+def test_the_fast_path_is_for_models_that_it_computes_and_says_why_not(tokenizer):
+    """Some differ from it only in long texts, which the trial of eight tokens does not reach."""
+
+    def reason(change):
+        model = build_model("llama", tokenizer)
+        change(model)
+        return why_not(model)
+
+    assert reason(lambda m: None) is None
+    assert reason(lambda m: setattr(m.config, "layer_types", ["sliding_attention", "full_attention"])) == "sliding-window attention"
+    assert "activation gelu" in reason(lambda m: setattr(m.config, "hidden_act", "gelu"))
+    assert "dynamic, which changes" in reason(lambda m: m.config.rope_parameters.update(rope_type="dynamic"))
+    plain = "layers that are not plain matrix products"
+    assert reason(lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(len(m.lm_head.weight))))) == plain
+    assert reason(lambda m: setattr(m.model.layers[0].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[0].self_attn.q_proj))) == plain
+
+
+def test_a_head_that_does_more_than_multiply_is_refused(tokenizer):
+    """Cohere scales its logits: sampling and scoring would agree with each other and not with the model."""
+    model = build_model("llama", tokenizer)
+    check_head(model)
+    model.register_forward_hook(lambda _module, _inputs, out: out.__setitem__("logits", out.logits * 0.25))
+    with pytest.raises(ValueError, match="its head does more than a matrix product"):
+        check_head(model)
+
+
+@torch.no_grad()
+def test_a_prefill_in_parts_is_the_whole_one(llama, tokenizer, prompts, monkeypatch):
+    whole = sampled(GroupDecoder(llama, tokenizer), prompts)
+    monkeypatch.setattr(backbones, "PREFILL_TOKENS", 2 * max(map(len, prompts)))  # five prompts, two at once
+    assert torch.equal(sampled(GroupDecoder(llama, tokenizer), prompts).ids, whole.ids)
 
 
 @torch.no_grad()

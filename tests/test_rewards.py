@@ -32,6 +32,7 @@ from rewards import (
     parse_number,
     r1_format_reward,
     reward_columns,
+    right_answers,
     soft_format_reward,
     strict_correctness_reward,
     strict_format_reward,
@@ -345,6 +346,18 @@ def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
     assert totals[:2] == [3.0, 0.5]
     assert math.isnan(totals[2])
     assert parts == {"a": [1.0, None, None], "b": [1.0, 0.5, None]}
+
+
+def test_the_same_number_in_other_characters_is_right():
+    assert right_answers(["<answer>7.0</answer>", "<answer>7</answer>", "<answer>8</answer>"], ["7"] * 3) == [True, True, False]
+
+
+def test_a_function_may_abstain_for_all_completions_of_one_process():
+    """Where those of another were scored: `gather` gives the values of both."""
+    totals, _ = compute_rewards([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: [*values, 1.0])
+    assert all(map(math.isnan, totals))
+    with pytest.raises(RewardError, match="None for all 4 completions"):
+        compute_rewards([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: values + values)
 
 
 def test_a_reward_function_receives_the_columns_by_keyword():
