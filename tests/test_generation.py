@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import backbones
-from backbones import check_head, why_not
+from backbones import check_head, vocab_logits, why_not
 from conftest import build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rows, _first_beyond, draw, keep_top, mix_step, rollout_uniforms
@@ -221,6 +223,44 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer):
     model.resize_token_embeddings(100)
     with pytest.raises(ValueError, match="do not belong together"):
         token_tables(tokenizer, model)
+
+
+@torch.no_grad()
+def test_an_id_in_the_middle_that_no_token_has_is_neither_sampled_nor_scored(tokenizer, llama, prompts):
+    """Vocabularies have holes; the head gives them logits all the same."""
+    vocabulary = tokenizer.get_vocab()
+    hole = vocabulary.pop("e")
+    tables = token_tables(Holed(tokenizer, vocabulary), llama)
+    assert tables.num_real == len(tokenizer), "the largest id and one, not the number of ids"
+    assert tables.real.nonzero().flatten().tolist() == [i for i in range(len(tokenizer)) if i != hole]
+    assert vocab_logits(llama, torch.randn(2, 32), tables)[:, hole].max() < -1e29
+    model = build_model("llama", tokenizer)
+    model.resize_token_embeddings(len(tokenizer) - 1)
+    with pytest.raises(ValueError, match="do not belong together"):
+        token_tables(tokenizer, model)
+
+
+class Holed:
+    """A tokenizer with fewer tokens in its vocabulary."""
+
+    def __init__(self, tokenizer, vocabulary):
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+
+    def get_vocab(self):
+        return self.vocabulary
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_the_bytes_of_a_sentencepiece_tokenizer_are_its_spaces_words_and_single_bytes():
+    """Llama's kind: a space is written U+2581, which an escaped decoder did not show, so that no delimiter with a space in it was ever seen."""
+    vocabulary = {"<unk>": 0, "\u2581pens": 1, "s": 2, "<0xC3>": 3, "<0xA9>": 4}
+    raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+    assert token_bytes(made, 5) == [b"", b" pens", b"s", b"\xc3", b"\xa9"]
+    assert b"".join(token_bytes(made, 5)).decode() == made.decode([1, 2, 3, 4]) == " penss\u00e9"
 
 
 @torch.no_grad()
