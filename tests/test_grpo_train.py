@@ -27,7 +27,7 @@ from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
 from memory import TokenBudget, micro_batches, row_lengths
-from processes import shard, starts_processes
+from processes import heeded, shard, starts_processes
 from rewards import RewardError
 from training import Scorer, make_optimizer
 
@@ -373,6 +373,25 @@ def test_a_row_is_drawn_by_its_place_in_the_batch_whoever_samples_it(tokenizer, 
     assert own.problems == batch[2:4]
     assert own.texts != grpo_train.sample(decoder, batch, range(2, 4), config, 2, retry=1).texts
     assert whole.rollout.temperature == 0.7
+
+
+def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, prompts):
+    """Groups (0, 0, 0, 4) and (5, 5, 5, 5): deviations 2 and 0, mean 1; of all eight the square root of 44 / 7."""
+    config, _, out, parts = setup(tokenizer, prompts[:2])
+    rewards = torch.tensor([0.0, 0, 0, 4, 5, 5, 5, 5], dtype=torch.float64)
+    found = grpo_train.rollout_metrics(parts[0], out, ["a", "a", "b", "c"] * 2, [True] + [False] * 7, rewards, {"r": rewards.tolist()}, config)
+    assert found["reward_std_in_group"] == pytest.approx(1)
+    assert found["reward_std"] == pytest.approx(math.sqrt(44 / 7)), "squares 9, 9, 9, 1, 4, 4, 4, 4"
+    assert (found["reward"], found["correct"], found["unique_completions"], found["frac_reward_zero_std"]) == (3.0, 0.125, 0.75, 0.5)
+
+
+def test_signals_that_are_switched_off_are_not_handed_on():
+    """nohup's SIGHUP would end what nohup was to keep."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        assert heeded() == [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budget():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import grpo_eval
 import sft_train
@@ -88,6 +89,26 @@ def test_a_supervised_step_does_not_depend_on_its_micro_batches(tokenizer, tmp_p
     for whole, cut in zip(*logged, strict=True):
         for name in ("loss", "grad_norm"):
             assert whole[name] == pytest.approx(cut[name], rel=1e-4)
+
+
+def test_the_longest_response_allowed_is_kept_and_of_all_the_first_are_taken(tokenizer):
+    problems = [encoded(tokenizer, "q", str(n), f"pens\n#### {n}") for n in range(3)]
+    pairs = sft_train.responses(problems, tokenizer, sft_train.Config())
+    exactly = sft_train.Config(max_completion_length=len(pairs[0][1]), unique_train_examples=2)
+    assert sft_train.responses(problems, tokenizer, exactly) == pairs[:2]
+
+
+def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(tokenizer, tmp_path):
+    """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, and the linear rate goes down by thirds."""
+    a_model_and_problems(tmp_path, "llama", tokenizer)
+    settings = dict(model=str(tmp_path / "model"), dataset=str(tmp_path), batch_size=8, learning_rate=3e-2, warmup_ratio=0.0, max_completion_length=100)
+    out = sft_train.train(sft_train.Config(**settings, eval_problems=6, eval_every=3, output_dir=str(tmp_path / "out")))
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [m["learning_rate"] for m in logged] == pytest.approx([3e-2, 2e-2, 1e-2])
+    decoder = GroupDecoder(AutoModelForCausalLM.from_pretrained(out).eval(), tokenizer)
+    for row in [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]:
+        ids = tokenizer(build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt), add_special_tokens=False)["input_ids"]
+        assert decoder.text(*decoder.complete([ids], 100)[0][0]) == row["completion"]
 
 
 def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():
