@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,6 +181,14 @@ def test_votes_of_samples_that_follow_each_other_all_count():
     """Pairs (7, 7), (3, 3): one vote is right, one is wrong."""
     record = {"exact_match": {"strict-match": [1.0, 1.0, 0.0, 0.0]}, "filtered_resps": {"strict-match": ["7", "7", "3", "3"]}}
     assert sampled_statistics([record])["maj@2"][0] == 0.5
+
+
+def test_questions_are_paired_by_what_they_are_and_not_by_their_lines(tmp_path):
+    """The same evaluation with its lines the other way round gains and loses nothing."""
+    a, b = (Path(write(tmp_path / name, [1, 0, 0, 1, 1])) / "samples.jsonl" for name in "ab")
+    b.write_text("".join(reversed(b.read_text().splitlines(keepends=True))))
+    _, (found,) = compare([str(a.parent), str(b.parent)])
+    assert (found["gained"], found["lost"], found["p"]) == (0, 0, 1.0)
 
 
 def test_several_comparisons_are_corrected(tmp_path):

@@ -523,6 +523,11 @@ def test_the_rewards_of_the_math_recipe():
     assert r1_format_reward(texts) == [1.0, 1.0, 0.0, 1.0, 0.0]
 
 
+def test_the_r1_format_has_nothing_but_space_between_its_parts():
+    texts = ["<think>a</think>\n<answer>b</answer>", "<think>a</think> so <answer>b</answer>", "<answer>b</answer> <think>a</think>"]
+    assert r1_format_reward(texts) == [1.0, 0.0, 0.0]
+
+
 def test_every_reward_takes_time_linear_in_the_text():
     for text in ("<reasoning>" * 20000, "<answer>\n" * 20000, "</answer>" * 20000, "<think>" * 20000, "9" * 200000, WHOLE * 3000):
         for functions in REWARD_SETS.values():
