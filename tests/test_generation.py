@@ -191,6 +191,7 @@ def test_a_sample_does_not_depend_on_its_batch(model, tokenizer, prompts):
     at_once = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=100)
     one_by_one = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=1)
     assert at_once == one_by_one
+    assert at_once[2:4] == decoder.complete(prompts[2:4], T, samples=2, temperature=0.8, seed=3, places=[2, 3]), "some of more have the draws of their places"
     assert at_once != decoder.complete(prompts, T, samples=2, temperature=0.8, seed=4)
 
 

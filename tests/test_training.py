@@ -32,6 +32,7 @@ from training import (
     refresh,
     steps_to_do,
     token_scores,
+    unless_stopped,
 )
 
 G, T = 3, 24
@@ -335,6 +336,13 @@ def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     greedy = [pairs[0] for pairs in decoder.complete(prompts, T)]
     assert [r["completion"] for r in rows] == [decoder.text(*pair) for pair in greedy]
     assert found == {"eval_accuracy": 0.0, "eval_length": sum(len(ids) for ids, _ in greedy) / 5, "eval_questions": 5}
+
+
+def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_stop():
+    """It has nothing to show, and would wait for this one for ever."""
+    decoder = SimpleNamespace(interrupted=None)
+    told = [SimpleNamespace(asked=lambda: 0, agreed=lambda signal=signal: signal) for signal in (0, 15)]
+    assert [unless_stopped(decoder, stop, lambda: "text") for stop in told] == ["text", None]
 
 
 def test_texts_longer_than_the_model_s_positions_are_refused(tokenizer):
