@@ -24,7 +24,7 @@ def whole_blocks(count):
 
 def token_bytes(tokenizer, count):
     """The bytes that each id adds to a decoded text; a special token adds none (texts are decoded with skip_special_tokens)."""
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"], ensure_ascii=False)
     added = tokenizer.added_tokens_decoder
     pieces = tokenizer.convert_ids_to_tokens(list(range(count)))
     byte_of_char = _byte_level_alphabet()

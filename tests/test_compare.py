@@ -3,12 +3,26 @@
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import plots
-from compare import compare, holm, majority, mid_p, over_questions, pass_at_k, sampled_statistics, smallest_difference
+from compare import (
+    Side,
+    _p_of_draws,
+    _resampled,
+    compare,
+    compare_two,
+    holm,
+    majority,
+    mid_p,
+    over_questions,
+    pass_at_k,
+    sampled_statistics,
+    smallest_difference,
+)
 from config import SettingError
 
 
@@ -136,6 +150,45 @@ def test_seeds_of_a_side_widen_the_interval_and_change_the_words(tmp_path):
     assert "over seeds and questions" in text
     width = found["difference_ci95"][1] - found["difference_ci95"][0]
     assert width > one["difference_ci95"][1] - one["difference_ci95"][0]
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_intervals_have_the_width_of_the_normal_ones_and_the_difference_s_is_that_of_pairs(tmp_path, seeds):
+    """400 questions, 80 gained and 16 lost; seeds that agree on everything add nothing. Unpaired, or at 90%, the widths would be others."""
+    a, b = [0] * 240 + [1] * 160, [1] * 80 + [0] * 160 + [1] * 144 + [0] * 16
+    sides = [",".join(write(tmp_path / f"{name}{seed}", scores) for seed in range(seeds)) for name, scores in (("a", a), ("b", b))]
+    _, (found,) = compare(sides)
+    for name, mean, square in (("accuracy_a", 0.4, 0.4), ("accuracy_b", 0.56, 0.56), ("difference", 0.16, 96 / 400)):
+        half = 1.96 * math.sqrt((square - mean**2) / 400)
+        assert found[f"{name}_ci95"] == pytest.approx([mean - half, mean + half], abs=0.004), name
+
+
+def test_the_bootstrap_s_p_is_two_sided_and_runs_are_drawn_too():
+    """25 of 1,000 draws on the other side of 0 are 2 (25 + 1) / 1001; of two runs that are 0 and 1 throughout, a quarter of the draws has one alone."""
+    assert _p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
+    means = _resampled(np.array([[0.0] * 50, [1.0] * 50]), np.random.default_rng(0))
+    assert [float(np.mean(means == value)) for value in (0.0, 0.5, 1.0)] == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+
+
+def test_the_smallest_difference_of_sampled_answers_takes_the_squares_of_what_changed():
+    """A quarter of 100 questions went from 2 to 3 right of 4: gaps of 1/4, squares of 1/16, so the variance is 1/64."""
+    records = [[{"exact_match": {"strict-match": [1.0] * n + [0.0] * (4 - n)}} for n in counts] for counts in ([2] * 100, [3] * 25 + [2] * 75)]
+    found, _ = compare_two(*(Side(name, [run]) for name, run in zip("ab", records, strict=True)))
+    assert found["smallest_difference"] == pytest.approx(2.8 * math.sqrt(1 / 64 / 100), abs=1e-4)
+
+
+def test_votes_of_samples_that_follow_each_other_all_count():
+    """Pairs (7, 7), (3, 3): one vote is right, one is wrong."""
+    record = {"exact_match": {"strict-match": [1.0, 1.0, 0.0, 0.0]}, "filtered_resps": {"strict-match": ["7", "7", "3", "3"]}}
+    assert sampled_statistics([record])["maj@2"][0] == 0.5
+
+
+def test_questions_are_paired_by_what_they_are_and_not_by_their_lines(tmp_path):
+    """The same evaluation with its lines the other way round gains and loses nothing."""
+    a, b = (Path(write(tmp_path / name, [1, 0, 0, 1, 1])) / "samples.jsonl" for name in "ab")
+    b.write_text("".join(reversed(b.read_text().splitlines(keepends=True))))
+    _, (found,) = compare([str(a.parent), str(b.parent)])
+    assert (found["gained"], found["lost"], found["p"]) == (0, 0, 1.0)
 
 
 def test_several_comparisons_are_corrected(tmp_path):

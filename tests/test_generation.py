@@ -4,10 +4,14 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+import backbones
+from backbones import check_head, vocab_logits, why_not
 from conftest import build_model
 from data import pad_left
-from generation import GroupDecoder, Interaction, _first_beyond, draw, keep_top, rollout_uniforms
+from generation import GroupDecoder, Interaction, Rows, _first_beyond, draw, keep_top, mix_step, rollout_uniforms
 from tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
 
 T = 24
@@ -100,6 +104,38 @@ def test_a_group_that_has_stopped_thinking_is_plain_sampling_bit_for_bit(llama, 
     assert not stopped.input_change.any()
 
 
+def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
+    """Two paths have said five tokens and hear each other, the third ended after two: the weights belong to the fifth, the change to |e|."""
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        t=torch.tensor([5, 5, 2]), slot=torch.tensor([0, 0, 0]), path=torch.tensor([0, 1, 2]), input_change=torch.zeros(3, 8)
+    )
+    embeds, mix = torch.tensor([[3.0, 4.0], [0.0, 10.0], [7.0, 7.0]]), torch.zeros(1, 8, 3, 3)
+    inputs = mix_step(embeds, torch.tensor([True, True, False]), torch.ones(1, 3, 3), torch.tensor([[0, 1, 2]]), rows, mix, 0.1, 0.5)
+    assert inputs.tolist() == [[1.5, 7.0], [1.5, 7.0], [7.0, 7.0]]
+    assert mix[0, 4].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+    assert not mix[0, [0, 1, 2, 3, 5, 6, 7]].any()
+    moved = math.sqrt(1.5**2 + 3**2)
+    assert rows.input_change[:2, 4].tolist() == pytest.approx([moved / 5, moved / 10], abs=1e-6)
+    assert not rows.input_change[2].any()
+
+
+@torch.no_grad()
+def test_two_paths_are_a_group_too(llama, tokenizer, prompts):
+    """Each has the other alone to listen to, with weight 1, while both think."""
+    out = sampled(GroupDecoder(llama, tokenizer, "e", Interaction(0.3)), prompts, G=2)
+    both = out.thinking.view(-1, 2, out.thinking.shape[1]).all(1)[:, :-1]  # (B, T)
+    assert both.any()
+    assert torch.allclose(out.mix[:, :-1], both[:, :, None, None] * torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+
+
+def test_a_text_ends_before_its_eos_and_has_no_special_tokens_and_no_clean_up(llama, tokenizer):
+    decoder, ids = GroupDecoder(llama, tokenizer), tokenizer("pens , 12 .")["input_ids"]
+    assert decoder.text([tokenizer.convert_tokens_to_ids("<|im_start|>"), *ids, tokenizer.eos_token_id], True) == "pens , 12 ."
+    last = tokenizer.decode(ids[-1:])
+    assert decoder.text(ids, True) == "pens , 12 .".removesuffix(last), "an EOS that generation_config names need not be a special token"
+    assert decoder.text(ids, False) == "pens , 12 ."
+
+
 @torch.no_grad()
 def test_groups_never_see_each_other(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
@@ -155,6 +191,7 @@ def test_a_sample_does_not_depend_on_its_batch(model, tokenizer, prompts):
     at_once = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=100)
     one_by_one = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=1)
     assert at_once == one_by_one
+    assert at_once[2:4] == decoder.complete(prompts[2:4], T, samples=2, temperature=0.8, seed=3, places=[2, 3]), "some of more have the draws of their places"
     assert at_once != decoder.complete(prompts, T, samples=2, temperature=0.8, seed=4)
 
 
@@ -187,6 +224,44 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer):
     model.resize_token_embeddings(100)
     with pytest.raises(ValueError, match="do not belong together"):
         token_tables(tokenizer, model)
+
+
+@torch.no_grad()
+def test_an_id_in_the_middle_that_no_token_has_is_neither_sampled_nor_scored(tokenizer, llama, prompts):
+    """Vocabularies have holes; the head gives them logits all the same."""
+    vocabulary = tokenizer.get_vocab()
+    hole = vocabulary.pop("e")
+    tables = token_tables(Holed(tokenizer, vocabulary), llama)
+    assert tables.num_real == len(tokenizer), "the largest id and one, not the number of ids"
+    assert tables.real.nonzero().flatten().tolist() == [i for i in range(len(tokenizer)) if i != hole]
+    assert vocab_logits(llama, torch.randn(2, 32), tables)[:, hole].max() < -1e29
+    model = build_model("llama", tokenizer)
+    model.resize_token_embeddings(len(tokenizer) - 1)
+    with pytest.raises(ValueError, match="do not belong together"):
+        token_tables(tokenizer, model)
+
+
+class Holed:
+    """A tokenizer with fewer tokens in its vocabulary."""
+
+    def __init__(self, tokenizer, vocabulary):
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+
+    def get_vocab(self):
+        return self.vocabulary
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_the_bytes_of_a_sentencepiece_tokenizer_are_its_spaces_words_and_single_bytes():
+    """Llama's kind: a space is written U+2581, which an escaped decoder did not show, so that no delimiter with a space in it was ever seen."""
+    vocabulary = {"<unk>": 0, "\u2581pens": 1, "s": 2, "<0xC3>": 3, "<0xA9>": 4}
+    raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+    assert token_bytes(made, 5) == [b"", b" pens", b"s", b"\xc3", b"\xa9"]
+    assert b"".join(token_bytes(made, 5)).decode() == made.decode([1, 2, 3, 4]) == " penss\u00e9"
 
 
 @torch.no_grad()
@@ -235,6 +310,9 @@ def test_a_draw_is_the_first_id_whose_running_sum_passes_u():
             assert int(token) == expected, (u, block)
             assert float(logp) == pytest.approx(float(logits[0, expected]), abs=1e-6)
             assert float(top) == pytest.approx(math.log(0.5))
+    for block in (1, 2, 4):
+        edges = [int(draw(torch.zeros(1, 4), torch.tensor([u]), block=block)[0]) for u in (0.0, 0.25, 0.5, 0.75)]
+        assert edges == [0, 1, 2, 3], "a sum that is u does not pass it, or id 0 would have 2^-24 too much and the last too little"
 
 
 def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
@@ -395,6 +473,39 @@ def test_a_model_that_the_fast_path_cannot_serve_says_so_in_one_line(family, rea
         assert len(said) == 1
         assert "plain path" in said[0]
         assert reason in said[0]
+
+
+def test_the_fast_path_is_for_models_that_it_computes_and_says_why_not(tokenizer):
+    """Some differ from it only in long texts, which the trial of eight tokens does not reach."""
+
+    def reason(change):
+        model = build_model("llama", tokenizer)
+        change(model)
+        return why_not(model)
+
+    assert reason(lambda m: None) is None
+    assert reason(lambda m: setattr(m.config, "layer_types", ["sliding_attention", "full_attention"])) == "sliding-window attention"
+    assert "activation gelu" in reason(lambda m: setattr(m.config, "hidden_act", "gelu"))
+    assert "dynamic, which changes" in reason(lambda m: m.config.rope_parameters.update(rope_type="dynamic"))
+    plain = "layers that are not plain matrix products"
+    assert reason(lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(len(m.lm_head.weight))))) == plain
+    assert reason(lambda m: setattr(m.model.layers[0].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[0].self_attn.q_proj))) == plain
+
+
+def test_a_head_that_does_more_than_multiply_is_refused(tokenizer):
+    """Cohere scales its logits: sampling and scoring would agree with each other and not with the model."""
+    model = build_model("llama", tokenizer)
+    check_head(model)
+    model.register_forward_hook(lambda _module, _inputs, out: out.__setitem__("logits", out.logits * 0.25))
+    with pytest.raises(ValueError, match="its head does more than a matrix product"):
+        check_head(model)
+
+
+@torch.no_grad()
+def test_a_prefill_in_parts_is_the_whole_one(llama, tokenizer, prompts, monkeypatch):
+    whole = sampled(GroupDecoder(llama, tokenizer), prompts)
+    monkeypatch.setattr(backbones, "PREFILL_TOKENS", 2 * max(map(len, prompts)))  # five prompts, two at once
+    assert torch.equal(sampled(GroupDecoder(llama, tokenizer), prompts).ids, whole.ids)
 
 
 @torch.no_grad()

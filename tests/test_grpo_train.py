@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from conftest import build_model
 from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
-from memory import TokenBudget, row_lengths
-from processes import starts_processes
+from memory import TokenBudget, micro_batches, row_lengths
+from processes import heeded, shard, starts_processes
 from rewards import RewardError
 from training import Scorer, make_optimizer
 
@@ -48,8 +49,9 @@ def test_advantages_are_centred_and_divided_by_the_sample_deviation():
 
 def test_equal_rewards_have_advantage_exactly_zero_even_where_their_mean_rounds():
     """0.1 + 0.1 + 0.1 is not 0.3: a test on the deviation would find a signal."""
-    for value in (0.1, 1 / 3, 1e8 + 1, 0.0):
-        assert not group_advantages(torch.full((3,), value), 3).any()
+    for value in (0.1, 0.7, 1 / 3, 1e8 + 1, 0.0):
+        for size in (3, 7, 12):
+            assert not group_advantages(torch.full((size,), value, dtype=torch.float64), size).any(), "as the loop has them"
     assert group_advantages(torch.tensor([0.1, 0.1, 0.1 + 1e-7]), 3).any()
 
 
@@ -108,6 +110,19 @@ def test_the_first_step_has_loss_zero_and_a_gradient():
     loss.backward()
     assert float(loss) == 0
     assert logp.grad.tolist() == [[-0.5], [0.5]]
+
+
+# Who works on what
+
+
+def test_the_processes_shares_are_the_whole_batch_in_order_and_alike_in_size():
+    """7 problems on 2 processes are 3 and 4 of them; with 12 rows each, 36 and 48."""
+    for count, world in [(7, 2), (12, 8), (5, 5), (3, 1)]:
+        ranks = [SimpleNamespace(process_index=rank, num_processes=world) for rank in range(world)]
+        shares = [list(range(count))[shard(count, rank)] for rank in ranks]
+        assert [i for share in shares for i in share] == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert [shard(count, rank, 12) for rank in ranks] == [slice(share[0] * 12, share[-1] * 12 + 12) for share in shares]
 
 
 # The update
@@ -304,6 +319,87 @@ def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, pro
     assert metrics["skipped"] == "no group carries a signal"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert parts[4].last_epoch == 2, "the schedule goes on"
+
+
+def test_a_signal_in_masked_rows_only_is_none_and_the_schedule_goes_on_by_mu(tokenizer, prompts):
+    config, model, out, parts = setup(tokenizer, prompts, mask_truncated_completions=True, mu=3)
+    assert not out.ended.all()
+    before = [p.clone() for p in model.parameters()]
+    metrics = update(parts, out, torch.where(out.ended, 0.0, 1.0), config)
+    assert metrics["skipped"] == "no group carries a signal"
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert parts[4].last_epoch == 3
+
+
+def test_the_reference_reads_what_the_sampler_saw_so_that_a_copy_of_the_policy_is_no_way_off(tokenizer, prompts):
+    """Scored on plain ids, the same weights are another distribution, and the KL a number of its own."""
+    config, model, out, parts = setup(tokenizer, prompts, beta=0.1)
+    parts[2] = Scorer(build_model("qwen2", tokenizer), parts[1].tables)
+    assert update(parts, out, advantages_for(out), config)["kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_metrics_of_several_passes_are_means_and_the_sampler_is_compared_with_the_first(tokenizer, prompts):
+    """A rate at which nothing moves: three passes give what one gives."""
+    one, three = {}, {}
+    for mu, metrics in ((1, one), (3, three)):
+        config, _, out, parts = setup(tokenizer, prompts, mu=mu, learning_rate=1e-12, beta=0.1)
+        out.logp = out.logp - 0.5
+        metrics |= update(parts, out, advantages_for(out), config)
+    assert three == pytest.approx(one, rel=1e-4, abs=1e-6)
+    assert one["logp_diff"] == pytest.approx(0.5, abs=1e-4)
+    config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05)
+    assert update(parts, out, advantages_for(out), config)["logp_diff_max"] < 1e-4
+
+
+def test_the_upper_edge_of_the_clipping_is_its_own_setting(tokenizer, prompts):
+    found = []
+    for edge in (None, 1e6):
+        config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05, epsilon=0.01, epsilon_high=edge)
+        found.append(update(parts, out, advantages_for(out), config))
+    assert found[0]["clip_high"] > 0
+    assert found[1]["clip_high"] == 0 < found[1]["clip_low"]
+
+
+def test_reward_weights_are_those_of_the_settings():
+    assert [weight for _, weight in grpo_train.reward_functions(Config(reward_weights=[0.5, 3.0]))] == [0.5, 3.0]
+
+
+def test_a_row_is_drawn_by_its_place_in_the_batch_whoever_samples_it(tokenizer, llama, prompts):
+    """I10, and at the temperature of the settings; an extra rollout draws anew."""
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    config, batch = Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0), [SimpleNamespace(ids=ids) for ids in prompts]
+    whole, own = grpo_train.sample(decoder, batch, range(5), config, 2), grpo_train.sample(decoder, batch, range(2, 4), config, 2)
+    assert own.texts == whole.texts[6:12]
+    assert own.problems == batch[2:4]
+    assert own.texts != grpo_train.sample(decoder, batch, range(2, 4), config, 2, retry=1).texts
+    assert whole.rollout.temperature == 0.7
+
+
+def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, prompts):
+    """Groups (0, 0, 0, 4) and (5, 5, 5, 5): deviations 2 and 0, mean 1; of all eight the square root of 44 / 7."""
+    config, _, out, parts = setup(tokenizer, prompts[:2])
+    rewards = torch.tensor([0.0, 0, 0, 4, 5, 5, 5, 5], dtype=torch.float64)
+    found = grpo_train.rollout_metrics(parts[0], out, ["a", "a", "b", "c"] * 2, [True] + [False] * 7, rewards, {"r": rewards.tolist()}, config)
+    assert found["reward_std_in_group"] == pytest.approx(1)
+    assert found["reward_std"] == pytest.approx(math.sqrt(44 / 7)), "squares 9, 9, 9, 1, 4, 4, 4, 4"
+    assert (found["reward"], found["correct"], found["unique_completions"], found["frac_reward_zero_std"]) == (3.0, 0.125, 0.75, 0.5)
+
+
+def test_signals_that_are_switched_off_are_not_handed_on():
+    """nohup's SIGHUP would end what nohup was to keep."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        assert heeded() == [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budget():
+    assert [len(rows) for rows in micro_batches(SimpleNamespace(sizes=([4] * 10, [6] * 10)), 50)] == [5, 5]
+    for given, expected in ((None, 77), (50, 50)):
+        budget = TokenBudget(Config(micro_batch_tokens=given), None)
+        budget.restore([77, False])
+        assert budget.tokens == expected
 
 
 def test_with_kl_a_step_without_signal_still_pulls_to_the_reference(tokenizer, prompts):

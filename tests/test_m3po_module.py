@@ -11,6 +11,7 @@ from m3po_module import (
     blend,
     cross_path_weights,
     describe_interaction,
+    products,
     weights_from_similarity,
 )
 
@@ -57,6 +58,15 @@ def test_blend_is_one_minus_lambda_of_its_own_and_lambda_of_the_heard():
     weights = torch.tensor([[[0, 0.25, 0.75], [0, 0, 0], [1.0, 0, 0]]])
     expected = torch.tensor([[[0.8 + 0.2 * 3.0, 0.2 * (0.25 + 3.0)], [0.0, 1.0], [0.8 * 4 + 0.2, 0.8 * 4]]])
     assert torch.allclose(blend(embeds, weights, 0.2), expected)
+
+
+def test_halves_are_multiplied_and_blended_in_float32_under_autocast_too():
+    """The sampler blends without autocast and the update within it; 256 x 256 + 1 is 65536 in bf16."""
+    assert products(torch.tensor([[[256.0, 1.0]]]).bfloat16()).item() == 65537
+    embeds, weights = torch.randn(1, 3, 8), cross_path_weights(FEATURES, ALL, 0.5)
+    alone = blend(embeds, weights, 0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(blend(embeds, weights, 0.3), alone)
 
 
 def test_gradients_reach_the_embeddings_of_all_heard_paths_and_no_weight():

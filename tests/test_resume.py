@@ -18,9 +18,10 @@ import checkpoint
 import grpo_train
 import output
 import sft_train
-from checkpoint import checkpoints, damage
+from checkpoint import FREE, checkpoints, damage, data_fingerprint
 from config import RunError, SettingError
 from conftest import a_model_and_problems
+from data import EncodedProblem, Problem
 
 ROOT = Path(__file__).parents[1]
 
@@ -415,6 +416,22 @@ REFUSED = {
 def test_another_run_s_checkpoint_is_refused_with_both_values(name, start, cut):
     with pytest.raises(SettingError, match=rf"was written by another run: .*{name} .* there, .* here; say --resume_anyway"):
         grpo_train.train(settings_of(start, cut, resume=True, **REFUSED[name]))
+
+
+def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
+    algorithm = "seed batch_size num_generations temperature mu beta epsilon epsilon_high loss_type scale_rewards learning_rate weight_decay max_grad_norm "
+    algorithm += "adam_beta1 adam_beta2 warmup_ratio lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length bf16 "
+    algorithm += "rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights answer_format eval_problems dataset limit optimizer "
+    algorithm += "dynamic_sampling m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha model warm_start"
+    names = set(algorithm.split())
+    assert names <= set(grpo_train.Config.__dataclass_fields__)
+    assert not names & FREE
+
+
+def test_the_fingerprint_of_the_data_is_of_prompts_problems_and_their_order():
+    a, b = (EncodedProblem(Problem(q, "1"), f"prompt {q}", [1]) for q in "ab")
+    other = EncodedProblem(Problem("a", "1"), "another prompt a", [1])  # a system_prompt_file with other text in it
+    assert len({data_fingerprint(problems) for problems in ([a, b], [b, a], [other, b], [a])}) == 4
 
 
 def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, cut, tmp_path, tokenizer):

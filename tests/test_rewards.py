@@ -32,6 +32,7 @@ from rewards import (
     parse_number,
     r1_format_reward,
     reward_columns,
+    right_answers,
     soft_format_reward,
     strict_correctness_reward,
     strict_format_reward,
@@ -58,7 +59,8 @@ NOT_NUMBERS = (
     "12-5", "12 - 5", "12–5", "6 or 7", "6 and 7", "6, 7", "6/7/8", "6.7.8", "6:30", "6 to 7", "1.234,5", "1,23", "12,34,567", "1,2345", "1234,567",
     "1,,234", "0,5", ",5", "..5", "...5", "1 234", "1'000", "2 3/4", "0.5/2", "1/0", "0/0", "1/2.5", "7=8", "(1,2)", "\\{5\\}",
     "7 million", "7million", "7 (in millions)", "$7M", "$7m", "7k", "7K", "7 thousand", "7 hundred", "7 dozen eggs", "7 billion", "7bn", "7 lakh", "7万",
-    "7 and a half", "7 tenths", "7 squared", "minus 7", "negative 7", "not 7", "half of 7", "twice 7", "7!", "2^5", "2^n", "2ⁿ", "√9", "3*9", "2*3*4", "x*42*", "3+9", "3×9",
+    "7 and a half", "7 tenths", "7 squared", "minus 7", "negative 7", "not 7", "half of 7", "twice 7", "7!", "2^5", "2^n", "2ⁿ", "√9", "3*9", "2*3*4", "x*42*",
+    "3+9", "3×9",
     "x·9", "9·x", "x2", "H2O", "0x1F", "0xF", "2x", "2 x", "3i", "3e", "10\\pi", "10π", "10\\sqrt{3}", "\\sqrt2", "\\frac12", "\\frac{1}{2}", "\\dfrac34",
     "f(5)", "x-5", "x - 5", "x -5", "x + 5", "5 + x", "5-x", "5/x", "x/5", "--5", "+-5", "±5", "-(5)", "-(-5)", "-{5}", "- ($5)", "-\\left(5\\right)",
     "> 5", "x ≥ 5", "≠ 5", "|5|", "5‰", "0.333...", "0.3̅", "0.3…",
@@ -348,6 +350,18 @@ def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
     assert parts == {"a": [1.0, None, None], "b": [1.0, 0.5, None]}
 
 
+def test_the_same_number_in_other_characters_is_right():
+    assert right_answers(["<answer>7.0</answer>", "<answer>7</answer>", "<answer>8</answer>"], ["7"] * 3) == [True, True, False]
+
+
+def test_a_function_may_abstain_for_all_completions_of_one_process():
+    """Where those of another were scored: `gather` gives the values of both."""
+    totals, _ = compute_rewards([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: [*values, 1.0])
+    assert all(map(math.isnan, totals))
+    with pytest.raises(RewardError, match="None for all 4 completions"):
+        compute_rewards([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: values + values)
+
+
 def test_a_reward_function_receives_the_columns_by_keyword():
     seen = {}
     compute_rewards([(lambda **columns: seen.update(columns) or [0.0], 1.0)], ["p"], ["c"], step=3, answer=["7"], answer_format="hash")
@@ -556,6 +570,11 @@ def test_the_rewards_of_the_math_recipe():
     ]
     assert math_reward(None, texts, ["\\frac{1}{2}"] * 5, answer_format="r1") == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert r1_format_reward(texts) == [1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_r1_format_has_nothing_but_space_between_its_parts():
+    texts = ["<think>a</think>\n<answer>b</answer>", "<think>a</think> so <answer>b</answer>", "<answer>b</answer> <think>a</think>"]
+    assert r1_format_reward(texts) == [1.0, 0.0, 0.0]
 
 
 def test_every_reward_takes_time_linear_in_the_text():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import training
 from config import SettingError
 from conftest import FAMILIES, build_model
-from data import pad_left
+from data import Problem, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from memory import micro_batches
 from output import save_adapter, save_model
@@ -24,14 +24,18 @@ from training import (
     add_adapters,
     check_positions,
     guarded_step,
+    held_out_accuracy,
     interaction_effect,
     load_model,
     load_tokenizer,
+    load_policy,
     logits_gradient,
     make_optimizer,
     problem_batch,
     refresh,
+    steps_to_do,
     token_scores,
+    unless_stopped,
 )
 
 G, T = 3, 24
@@ -273,6 +277,76 @@ def test_gradient_checkpointing_changes_no_gradient(tokenizer, prompts):
     plain = gradients(model, decoder.tables, out, [all_rows(out)])
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, gradients(model, decoder.tables, out, [all_rows(out)]), strict=True))
+
+
+def test_the_policy_is_in_train_mode_without_dropout_and_its_adapters_are_those_of_the_seed(tokenizer, tmp_path):
+    """I11: transformers drops gradient checkpointing in eval() without a word."""
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "m", torch.float32)
+    assert load_policy(config_for_steps(), str(tmp_path / "m"), tokenizer, "cpu").training
+    pytest.importorskip("peft")
+    made = []
+    for earlier in (1, 2):
+        torch.manual_seed(earlier)
+        made.append(load_policy(config_for_steps(lora_r=4), str(tmp_path / "m"), tokenizer, "cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in made), strict=True))
+    for name, parameter in made[0].named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = torch.arange(20).view(1, 20)
+    assert made[0].training
+    assert torch.equal(made[0](input_ids=ids).logits, made[0](input_ids=ids).logits)
+
+
+def test_a_loaded_model_remembers_the_dtype_it_came_in(tokenizer, tmp_path):
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "m", torch.bfloat16)
+    assert load_model(str(tmp_path / "m"), tokenizer, torch.float32, "cpu").source_dtype == torch.bfloat16
+
+
+def test_decay_is_of_matrices_only_and_the_betas_are_in_their_places():
+    """After one step of Adam from zero moments: exp_avg = (1 - beta1) g, exp_avg_sq = (1 - beta2) g^2; a bias of gradient 0 keeps its value."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+    optimizer, _ = make_optimizer(model, config_for_steps(weight_decay=0.5, warmup_ratio=0.0, adam_beta1=0.75, adam_beta2=0.875), 10)
+    model.weight.grad, model.bias.grad = torch.full((1, 1), 4.0), torch.zeros(1)
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert (state["exp_avg"].item(), state["exp_avg_sq"].item()) == (1.0, 2.0)
+    assert model.bias.item() == 1
+    assert model.weight.item() == pytest.approx(1 - 0.1 * 0.5 - 0.1, abs=1e-5), "lr (decay + 1)"
+
+
+def test_a_gradient_norm_of_zero_only_measures():
+    model, accelerator = torch.nn.Linear(2, 1, bias=False), Accelerator(cpu=True)
+    optimizer, schedule = make_optimizer(model, config_for_steps(warmup_ratio=0.0), 10)
+    before, seen = model.weight.detach().clone(), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.tolist()))
+    (model(torch.tensor([[3.0, 4.0]]))).sum().backward()
+    assert guarded_step(accelerator, model, optimizer, schedule, torch.tensor([1.0]), 0.0) == (True, 5.0)
+    assert seen == [[[3.0, 4.0]]]
+    assert not torch.equal(before, model.weight)
+
+
+def test_an_epoch_ends_with_what_is_left_of_the_problems():
+    assert steps_to_do(config_for_steps(num_epochs=1.0, batch_size=4), 10) == 3
+    assert steps_to_do(config_for_steps(num_epochs=2.0, batch_size=5), 10) == 4
+
+
+def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
+    """As `complete` answers them, which is tested against `generate`."""
+    decoder, rows = GroupDecoder(llama, tokenizer), []
+    problems = [SimpleNamespace(ids=ids, problem=Problem("q", "1", id=str(i))) for i, ids in enumerate(prompts)]
+    config, log = config_for_steps(max_completion_length=T), SimpleNamespace(write_evaluation=rows.extend)
+    found = held_out_accuracy(Accelerator(cpu=True), decoder, problems, config, SimpleNamespace(asked=lambda: 0, agreed=lambda: 0), log, 3)
+    greedy = [pairs[0] for pairs in decoder.complete(prompts, T)]
+    assert [r["completion"] for r in rows] == [decoder.text(*pair) for pair in greedy]
+    assert found == {"eval_accuracy": 0.0, "eval_length": sum(len(ids) for ids, _ in greedy) / 5, "eval_questions": 5}
+
+
+def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_stop():
+    """It has nothing to show, and would wait for this one for ever."""
+    decoder = SimpleNamespace(interrupted=None)
+    told = [SimpleNamespace(asked=lambda: 0, agreed=lambda signal=signal: signal) for signal in (0, 15)]
+    assert [unless_stopped(decoder, stop, lambda: "text") for stop in told] == ["text", None]
 
 
 def test_texts_longer_than_the_model_s_positions_are_refused(tokenizer):
