@@ -349,7 +349,7 @@ class Checkpoints:
         for name, value, other in (("data", state["data"][:12], self.data[:12]), ("world_size", state["world_size"], self.accelerator.num_processes)):
             if value != other:
                 differ[name] = (value, other)
-        hard = {n: v for n, v in differ.items() if n in NEVER}
+        hard = {n: v for n, v in differ.items() if n in NEVER or (n == "beta" and not v[0])}  # beta 0 kept no reference
         if not differ or (self.config.resume_anyway and not hard):
             return
         shown = ", ".join(f"{name} {then!r} there, {now!r} here" for name, (then, now) in sorted((hard or differ).items()))

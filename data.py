@@ -324,6 +324,8 @@ def encode_prompts(problems, tokenizer, system_prompt, max_prompt_length, chat_t
         shortest = min(shortest, len(ids))
         if len(ids) <= max_prompt_length:
             kept.append(EncodedProblem(problem, prompt, ids))
+    if kept and all(p.prompt == kept[0].prompt for p in kept) and any(p.problem.question != kept[0].problem.question for p in kept):
+        raise DataError("the chat template leaves the question out: all prompts are the same")
     if not kept:
         raise DataError(f"every prompt is longer than max_prompt_length={max_prompt_length}: the shortest has {shortest} tokens; raise it")
     return kept, len(problems) - len(kept)

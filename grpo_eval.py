@@ -327,6 +327,13 @@ def new_folder(config, model):
     return folder
 
 
+def make_folder(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError("output_dir", str(folder), f"cannot be made ({error.strerror})") from error
+
+
 def begin(folder, config, answerer, accelerator):
     """Write run_config.yaml; refused where answers of other settings, or of another model (`answerer` says which it is), are kept in the folder."""
     settings = resolved(config) | {"answerer": answerer}
@@ -336,7 +343,7 @@ def begin(folder, config, answerer, accelerator):
         if differ:
             raise SettingError("name", folder.name, f"{folder} holds an unfinished evaluation of another kind ({', '.join(differ)}): give another --name")
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_whole(folder / "run_config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
@@ -391,7 +398,7 @@ def main():
         text, found = compare(config.compare)
         print(text)
         folder = Path(config.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         or_warn(draw_comparison, found, folder, config.name or "compare")
         print(f"drawn in {folder / (config.name or 'compare')}.svg and .png")
         print(json.dumps(found))

@@ -32,8 +32,10 @@ def refuse_used(config):
     folder = Path(config.output_dir)
     if not config.output_dir.strip() or "\0" in config.output_dir or any(len(os.fsencode(part)) > 255 for part in folder.parts):
         raise SettingError("output_dir", config.output_dir[:100], "is no name of a folder")
-    if (folder / "config.json").exists() and not (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
-        raise SettingError("output_dir", config.output_dir, "holds a model of somebody else's: choose another, or say --overwrite_output_dir true")
+    others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
+    if others and not (folder / "run_config.yaml").exists() and not config.overwrite_output_dir:
+        remedy = f"holds a {others[0]} that is no run's and would be written over: choose another, or say --overwrite_output_dir true"
+        raise SettingError("output_dir", config.output_dir, remedy)
     if (folder / "run_config.yaml").exists() and not (config.overwrite_output_dir or config.resume):
         raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true")
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):

@@ -260,7 +260,7 @@ def _time_limit(where, completions, seconds):
 def _own_copy(value):
     """Lists and dicts, and those within them, as the function's own: what it does to its arguments reaches no other function and no log."""
     if isinstance(value, list):
-        return [_own_copy(v) if isinstance(v, list | dict) else v for v in value]
+        return [_own_copy(v) for v in value] if value and isinstance(value[0], list | dict) else value.copy()
     return {k: _own_copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 

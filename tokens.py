@@ -124,6 +124,8 @@ def token_tables(tokenizer, model, think_end=None):
         raise SettingError("model", model.config.name_or_path, remedy)
     num_real, device = max(known) + 1, model.device
     eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
+    if not eos_ids:
+        raise SettingError("model", model.config.name_or_path, "no EOS id of tokenizer, config or generation config is one that the tokenizer has")
     is_eos = torch.zeros(num_real, dtype=torch.bool)
     is_eos[eos_ids] = True
     real = torch.zeros(whole_blocks(table_size), dtype=torch.bool)

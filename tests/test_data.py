@@ -398,6 +398,13 @@ def test_a_template_that_cannot_be_filled_in_is_one_line(tokenizer, template):
     assert "\n" not in str(error.value)
 
 
+def test_a_template_that_leaves_the_question_out_is_refused(tokenizer):
+    deaf = copy_of(tokenizer, "{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}")
+    with pytest.raises(DataError, match="leaves the question out"):
+        encode_prompts([Problem("How many pens?", "1"), Problem("How many cups?", "2")], deaf, "S", 64)
+    assert len(encode_prompts([Problem("How many pens?", "1")] * 2, deaf, "S", 64)[0]) == 2
+
+
 def test_a_tokenizer_without_a_chat_template_gets_the_plain_one_and_one_warning(tokenizer):
     bare = copy_of(tokenizer, None)
     with pytest.warns(UserWarning, match="no chat template"):

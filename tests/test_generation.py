@@ -1,5 +1,6 @@
 """The decoder against transformers' own `generate` and against a slow reference that has no cache, no padding and no batch."""
 
+import copy
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import backbones
 from backbones import check_head, vocab_logits, why_not
+from config import SettingError
 from conftest import build_model
 from data import pad_left
 from generation import GroupDecoder, Interaction, Rows, _first_beyond, draw, keep_top, mix_step, rollout_uniforms
@@ -217,6 +219,13 @@ def test_eos_is_the_union_of_tokenizer_config_and_generation_config(tokenizer):
     model = build_model("llama", tokenizer)
     model.config.eos_token_id, model.generation_config.eos_token_id = 7, [9, 11]
     assert eos_token_ids(tokenizer, model) == sorted({tokenizer.eos_token_id, 7, 9, 11})
+
+
+def test_a_model_whose_eos_ids_are_all_unknown_to_the_tokenizer_is_refused(tokenizer):
+    model, other = build_model("llama", tokenizer), copy.deepcopy(tokenizer)
+    model.config.eos_token_id, model.generation_config.eos_token_id, other.eos_token = -1, [len(tokenizer) + 5], None
+    with pytest.raises(SettingError, match="no EOS id of tokenizer"):
+        token_tables(other, model)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer):

@@ -296,9 +296,13 @@ def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(s
     """--output_dir the same as --model wrote the trained model over the one it came from."""
     shutil.copytree(start / "model", tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    with pytest.raises(SettingError, match="holds a model of somebody else's: choose another"):
+    with pytest.raises(SettingError, match="holds a config.json that is no run's and would be written over: choose another"):
         grpo_train.train(settings_of(start, tmp_path / "model", model=str(tmp_path / "model")))
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "README.md").write_text("my data")
+    with pytest.raises(SettingError, match="holds a README.md that is no run's"):
+        grpo_train.train(settings_of(start, tmp_path / "data"))
 
 
 @pytest.mark.parametrize(("name", "words"), [("", "is no name"), ("a\0b", "is no name"), ("x" * 300, "is no name"), ("/proc/nothing", "cannot be written to")])
@@ -447,6 +451,13 @@ def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, c
     rates = [json.loads(line)["learning_rate"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
     assert max(rates[:4]) > 1e-3
     assert 0 < max(rates[4:]) <= 1e-4, "the new rate is used"
+
+
+def test_a_run_without_a_reference_cannot_go_on_with_one(start, tmp_path):
+    settings = dict(num_steps=2, outer_iterations=1, save_every=1)
+    grpo_train.train(settings_of(start, tmp_path / "free", beta=0.0, **settings))
+    with pytest.raises(SettingError, match="beta 0.0 there, 0.1 here; what is saved would not fit"):
+        grpo_train.train(settings_of(start, tmp_path / "free", beta=0.1, resume=True, resume_anyway=True, **(settings | {"num_steps": 3})))
 
 
 def test_nothing_is_ever_unpickled(start, cut):

@@ -98,13 +98,16 @@ def test_the_longest_response_allowed_is_kept_and_of_all_the_first_are_taken(tok
     assert sft_train.responses(problems, tokenizer, exactly) == pairs[:2]
 
 
-def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(tokenizer, tmp_path):
-    """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, and the linear rate goes down by thirds."""
+def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(tokenizer, tmp_path, monkeypatch):
+    """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, in which each is met once, and the linear rate goes down by thirds."""
     a_model_and_problems(tmp_path, "llama", tokenizer)
+    met, made = [], sft_train.as_rollout
+    monkeypatch.setattr(sft_train, "as_rollout", lambda pairs, *rest: met.extend(p.problem.id for p, _ in pairs) or made(pairs, *rest))
     settings = dict(model=str(tmp_path / "model"), dataset=str(tmp_path), batch_size=8, learning_rate=3e-2, warmup_ratio=0.0, max_completion_length=100)
     out = sft_train.train(sft_train.Config(**settings, eval_problems=6, eval_every=3, output_dir=str(tmp_path / "out")))
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [m["learning_rate"] for m in logged] == pytest.approx([3e-2, 2e-2, 1e-2])
+    assert len(met) == len(set(met)) == 24
     decoder = GroupDecoder(AutoModelForCausalLM.from_pretrained(out).eval(), tokenizer)
     for row in [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]:
         ids = tokenizer(build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt), add_special_tokens=False)["input_ids"]
@@ -240,6 +243,10 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
     *_, where, last = capsys.readouterr().out.splitlines()
     assert where == f"drawn in {saved / 'pictures' / 'compare'}.svg and .png"
     assert json.loads(last)[0]["difference"] == 0.0
+    (saved / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "file" / "pictures")])
+    with pytest.raises(SettingError, match=r"output_dir.*cannot be made \(Not a directory\)"):
+        grpo_eval.main()
     monkeypatch.setattr(grpo_eval, "draw_evaluation", None)
     with pytest.warns(UserWarning, match="no picture: TypeError"):
         evaluate(saved, "d")
