@@ -240,6 +240,7 @@ def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_m
 # Curves
 
 
+@pytest.mark.slow
 def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
     lines = [
         {"step": i, "reward": i / 10, "reward/format_reward": 0.5, "correct": 0.1, "completion_length": 20.0, "rollout_seconds": 1.0, "loss": None}

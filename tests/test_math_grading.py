@@ -85,6 +85,7 @@ def test_a_big_power_is_left_alone():
     assert time.monotonic() - started < 2.0
 
 
+@pytest.mark.slow
 def test_many_pairs_are_bounded_together():
     started = time.monotonic()
     found = all_math_equal([f"9^{{9^9}}+{i}" for i in range(40)] + ["x+1"], ["x+7"] * 40 + ["1+x"], timeout=0.5, in_all=2.0)
@@ -114,6 +115,7 @@ def test_a_child_that_dies_is_replaced():
     assert math_equal("v+2", "2+v")
 
 
+@pytest.mark.slow
 def test_no_child_outlives_its_parent():
     code = "import math_grading as m; assert m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process])"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(math_grading.__file__).parent, capture_output=True, text=True, check=True)

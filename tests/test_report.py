@@ -320,6 +320,7 @@ def seconds_to_open(browser, path, groups):
     return min(seconds)
 
 
+@pytest.mark.slow
 def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
     write_lines(tmp_path / "rollouts.jsonl", [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)])
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])

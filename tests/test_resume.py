@@ -250,6 +250,7 @@ def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_pat
     assert {name: signal.getsignal(name) for name in signal.valid_signals()} == before
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_extra_rollout_does_not_wait_for_the_step_which_is_done_again_alike(start, tmp_path, monkeypatch):
     settings, honest, whole = dict(dynamic_sampling=2, reward=[f"{start}/pays.py:pays_some"], save_every=0), grpo_train.sample, []
     run(settings_of(start, tmp_path / "whole", **settings))
@@ -320,12 +321,19 @@ def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
 # Damage
 
 
+@pytest.fixture(scope="module")
+def cut_once(start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        run(settings_of(start, folder), kill_at=5, monkeypatch=patch)
+    assert [p.name for p in checkpoints(folder)] == ["checkpoint-4", "checkpoint-2"]
+    return folder
+
+
 @pytest.fixture
-def cut(start, tmp_path, monkeypatch):
+def cut(cut_once, tmp_path):
     """A run killed at step 5, with checkpoints after 2 and 4."""
-    run(settings_of(start, tmp_path / "out"), kill_at=5, monkeypatch=monkeypatch)
-    assert [p.name for p in checkpoints(tmp_path / "out")] == ["checkpoint-4", "checkpoint-2"]
-    return tmp_path / "out"
+    return Path(shutil.copytree(cut_once, tmp_path / "out"))
 
 
 def flip(path):
@@ -339,9 +347,6 @@ DAMAGES = {
     "a byte of the weights": (lambda p: flip(p / "model.safetensors"), "sha256"),
     "a file cut off": (lambda p: os.truncate(p / "model.safetensors", 1000), "has 1000 bytes"),
     "a file gone": (lambda p: (p / "training_state.json").unlink(), "training_state.json is missing"),
-    "a manifest that is no object": (lambda p: (p / "manifest.json").write_text("null"), "its manifest is not what was written"),
-    "a manifest without sizes": (lambda p: (p / "manifest.json").write_text('{"config.json": {}}'), "its manifest is not what was written"),
-    "an empty manifest": (lambda p: (p / "manifest.json").write_text("{}"), "its manifest does not name training_state.json"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "its writing was cut off"),
 }
 
@@ -359,10 +364,20 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninter
     assert_same(cut, uninterrupted("full"))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x"}', '{"step": null}', '{"step": 8'])
-def test_a_damaged_note_of_a_finished_run_is_named(text, start, cut):
+@pytest.mark.parametrize(
+    ("text", "words"), [("null", "not what was written"), ('{"config.json": {}}', "not what was written"), ("{}", "does not name training_s")]
+)
+def test_a_manifest_of_another_shape_is_none(text, words, cut):
+    (cut / "checkpoint-4" / "manifest.json").write_text(text)
+    assert words in damage(cut / "checkpoint-4")
+
+
+def test_a_damaged_note_of_a_finished_run_is_named(start, cut):
     """Each ended in a traceback that said nothing about the file."""
-    (cut / "finished.json").write_text(text)
+    for text in ("", "[]", "{}", '{"step": "x"}', '{"step": null}', '{"step": 8'):
+        (cut / "finished.json").write_text(text)
+        with pytest.raises(RunError, match=r"finished\.json is damaged: delete it"):
+            checkpoint.finished_steps(cut / "finished.json")
     with pytest.raises(RunError, match=r"finished\.json is damaged: delete it"):
         grpo_train.train(settings_of(start, cut, resume=True))
 
