@@ -565,10 +565,10 @@ SHORT = [
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory):
-    """A warm start of 40 steps, shared by the tests that need one."""
+    """A warm start of 20 steps, shared by the tests that need one."""
     folder = tmp_path_factory.mktemp("warm") / "sft"
     settings = grpo_train.settings_from_file(grpo_train.sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml")
-    settings |= dict(model="tiny", dataset="arithmetic", num_steps=40, max_completion_length=48, output_dir=str(folder), cpu_threads=1)
+    settings |= dict(model="tiny", dataset="arithmetic", num_steps=20, max_completion_length=48, output_dir=str(folder), cpu_threads=1)
     grpo_train.sft_train.train(grpo_train.sft_train.Config(**settings))
     return folder
 
