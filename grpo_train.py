@@ -221,7 +221,6 @@ def run(config, accelerator, stop):
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
     reference = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.beta > 0 else None
     check_positions(policy, problems + held_out, config)
-    refresh(sampler, policy)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
     decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
     scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)

@@ -27,9 +27,9 @@ from data import encode_prompts, load_problems, pad_left
 from generation import GroupDecoder, Interaction, rollout_uniforms
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
 from memory import TokenBudget, micro_batches, row_lengths
-from processes import heeded, shard, starts_processes
+from processes import check_shares, heeded, shard, starts_processes
 from rewards import RewardError
-from training import Scorer, make_optimizer
+from training import Scorer, make_optimizer, problem_batch, problems_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -439,6 +439,48 @@ def test_a_warm_start_never_sees_the_problems_that_are_held_out(tokenizer):
     learned, _, _ = grpo_train.prepare_problems(grpo_train.sft_train.Config(**shared), grpo_train.load_tokenizer("tiny"))
     assert len(held_out) == 40
     assert not {p.prompt for p in held_out} & {p.prompt for p in learned}
+
+
+def test_each_step_has_problems_of_its_own_until_all_were_met(trained):
+    rows = [json.loads(line) for line in (trained / "rollouts.jsonl").read_text().splitlines()]
+    batches = [{row["example_id"] for row in rows if row["step"] == step} for step in (1, 2, 3)]
+    assert [len(batch) for batch in batches] == [3, 3, 3]
+    assert len(set.union(*batches)) == 9
+
+
+def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp_path):
+    """No group carries a signal: of six problems a step four are drawn for nothing, and the next step begins behind them."""
+    (tmp_path / "same.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    flags = ("--reward", f"{tmp_path}/same.py:same", "--dynamic_sampling", "2", "--batch_size", "2", "--num_steps", "3", "--eval_every", "0", "--limit", "40")
+    out = run_short(warm, tmp_path / "out", *flags)
+    rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    config = grpo_train.parse_config(Config, [*SHORT, *flags])
+    ids = [p.id for p in problems_of(config)]
+    order = [ids[i] for i in problem_batch(40, 18, 0, config.seed)]
+    assert [list(dict.fromkeys(row["example_id"] for row in rows if row["step"] == step)) for step in (1, 2, 3)] == [order[4:6], order[10:12], order[16:18]]
+
+
+def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_average(trained):
+    """-log p of the samples has the entropy as its mean; one group of the first step is logged, 4 rows of up to 48 tokens."""
+    rows = [json.loads(line) for line in (trained / "rollouts.jsonl").read_text().splitlines()]
+    surprise = [-p for row in rows if "logps" in row for p in row["logps"]]
+    entropy = [json.loads(line)["entropy"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert sum(entropy) / len(entropy) == pytest.approx(sum(surprise) / len(surprise), rel=0.3)
+
+
+def test_a_warm_start_leaves_the_held_out_out_and_is_made_again_for_other_settings(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(grpo_train.sft_train, "train", lambda config, stop: made.append(config) or Path(config.output_dir).mkdir(parents=True, exist_ok=True))
+    for flags in ((), (), ("--eval_problems", "9"), ("--eval_problems", "9", "--eval_every", "30"), ("--seed", "3")):
+        config = grpo_train.parse_config(Config, ["--config", "configs/tiny.yaml", "--output_dir", str(tmp_path / "out"), *flags])
+        grpo_train.warm_start(config, Accelerator(), None)
+    assert [(sft.eval_problems, sft.seed) for sft in made] == [(200, 0), (9, 0), (200, 3)]
+
+
+def test_every_process_has_a_problem_of_the_batch():
+    check_shares(Config(batch_size=2), 2)
+    with pytest.raises(SettingError, match="must give each of the 3 processes a problem"):
+        check_shares(Config(batch_size=2), 3)
 
 
 def test_a_refused_run_leaves_no_output_directory(warm, tmp_path):

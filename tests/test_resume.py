@@ -468,6 +468,22 @@ def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, c
     assert 0 < max(rates[4:]) <= 1e-4, "the new rate is used"
 
 
+def test_another_number_of_processes_is_refused(start, cut):
+    state = json.loads((cut / "checkpoint-4" / "training_state.json").read_text())
+    (cut / "checkpoint-4" / "training_state.json").write_text(json.dumps(state | {"world_size": 2}))
+    checkpoint.seal(cut / "checkpoint-4")
+    with pytest.raises(SettingError, match="world_size 2 there, 1 here"):
+        grpo_train.train(settings_of(start, cut, resume=True))
+
+
+def test_resume_anyway_decays_with_the_new_value(start, cut, monkeypatch):
+    """An optimiser's state brings its old settings along."""
+    made, honest = [], grpo_train.make_optimizer
+    monkeypatch.setattr(grpo_train, "make_optimizer", lambda *args: made.append(honest(*args)) or made[-1])
+    grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, weight_decay=0.5))
+    assert [group["weight_decay"] for group in made[0][0].param_groups] == [0.5, 0.0]
+
+
 def test_a_run_without_a_reference_cannot_go_on_with_one(start, tmp_path):
     settings = dict(num_steps=2, outer_iterations=1, save_every=1)
     grpo_train.train(settings_of(start, tmp_path / "free", beta=0.0, **settings))
@@ -512,6 +528,12 @@ def test_steps_that_are_not_finite_change_nothing_and_end_the_run(start, tmp_pat
     assert all(len(m["bad_examples"]) == 3 for m in metrics)
     before, after = load_file(start / "model" / "model.safetensors"), load_file(tmp_path / "out" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_supervised_steps_that_are_not_finite_are_counted_too(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_train, "within_memory", lambda *args: [torch.tensor(float("nan"))])
+    with pytest.raises(RunError, match="3 steps in a row had a loss or gradient that is not finite"):
+        sft_train.train(settings_of(start, tmp_path / "out", sft_train, eval_every=0, max_completion_length=64))
 
 
 # Real processes, real signals
@@ -668,6 +690,13 @@ def test_logs_are_not_thrown_away_where_there_is_nothing_to_go_on_from(start, cu
     with pytest.raises(SettingError, match="has no checkpoint that is whole: there is nothing to go on from; begin anew with --overwrite_output_dir"):
         grpo_train.train(settings_of(start, cut, resume=True))
     assert (cut / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_of_a_time_that_the_run_has_gone_back_behind_goes(start, cut, monkeypatch):
+    """Passed over once for its damage, it must not be gone on from when the disk has recovered: its future is another one."""
+    (cut / "checkpoint-4" / "manifest.json").unlink()
+    run(settings_of(start, cut, resume=True, save_every=3, keep_checkpoints=5), kill_at=4, monkeypatch=monkeypatch)
+    assert [p.name for p in checkpoints(cut)] == ["checkpoint-3", "checkpoint-2"]
 
 
 def test_a_damaged_checkpoint_of_a_later_step_is_not_kept_in_place_of_a_new_one(start, cut):
