@@ -917,6 +917,24 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
     assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-5
 
 
+@pytest.mark.slow
+def test_a_supervised_run_of_two_processes_is_that_of_one(warm, tmp_path):
+    """I3: the loss is a mean over the tokens of all processes, seven rows on two of them, in micro-batches of uneven number."""
+    flags = (
+        "--model", warm, "--dataset", "arithmetic", "--limit", "60", "--batch_size", "7", "--num_epochs", "null", "--num_steps", "3", "--cpu_threads", "1",
+        "--learning_rate", "1e-3", "--max_grad_norm", "0.1", "--eval_problems", "8", "--eval_every", "3", "--micro_batch_tokens", "200",
+    )  # fmt: skip
+    for name, processes in (("one", None), ("many", 2)):
+        done = command("sft_train.py", *flags, "--output_dir", tmp_path / name, nproc=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    for a, b in zip(lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "many" / "metrics.jsonl"), strict=True):
+        for name in ("loss", "grad_norm", "tokens", "learning_rate"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5), name
+        assert a.get("eval_accuracy") == b.get("eval_accuracy")
+    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "many")]
+    assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-4
+
+
 def accuracy_after(folder, argv):
     grpo_train.train(grpo_train.parse_config(Config, argv))
     metrics = lines(folder / "metrics.jsonl")
