@@ -52,13 +52,13 @@ def open_output(config, accelerator):
             held = open(folder / ".lock", "w")
         except OSError as error:
             problem = f"cannot be written to ({error.strerror})"
-        try:
-            if held is not None:
+        else:
+            try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = "another run is writing there at this moment"
-        except OSError as error:
-            warnings.warn(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes there", stacklevel=2)
+            except BlockingIOError:
+                problem = "another run is writing there at this moment"
+            except OSError as error:
+                warnings.warn(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes there", stacklevel=2)
     problem = next((p for p in gather_object([problem]) if p), None)
     if problem:
         raise SettingError("output_dir", config.output_dir, problem)

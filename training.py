@@ -178,11 +178,14 @@ def refresh(copy, policy):
     Rounding to bf16 hides small updates from the sampler for a while: this share says how much of an update it sees. It is taken over every 257th
     value of each tensor, a prime, so that all columns are met: comparing all of them takes several times as long as the copying.
     """
-    targets = list(copy.parameters())
-    before = torch.cat([target.flatten()[::257] for target in targets])
-    for target, (_, source) in zip(targets, merged_parameters(policy), strict=True):
+
+    def looked_at():
+        return torch.cat([target.flatten()[::257] for target in copy.parameters()])
+
+    before = looked_at()
+    for target, (_, source) in zip(copy.parameters(), merged_parameters(policy), strict=True):
         target.copy_(whole(source.detach()))
-    return (torch.cat([target.flatten()[::257] for target in targets]) != before).float().mean()
+    return (looked_at() != before).float().mean()
 
 
 # The scored forward
