@@ -138,7 +138,7 @@ def main():
                     emit(f"{case} on {gpus}", "speedup", runs[gpus]["completions_per_s"] / runs[1]["completions_per_s"], "")
             if rates and 1 in runs:
                 cost_model(case, runs, parameters, rates[2], emit)
-    write_results("bench_gpus", rows, gpus=torch.cuda.device_count())
+            write_results("bench_gpus", rows, gpus=torch.cuda.device_count())
 
 
 if __name__ == "__main__":
