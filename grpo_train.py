@@ -479,18 +479,20 @@ def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, conf
     """Metrics of a step's samples over all processes; the README's glossary explains each."""
     G = config.num_generations
     groups = all_rewards.view(-1, G)
-    thinking = rollout.thinking.view(-1, G, rollout.thinking.shape[1])
-    alive = rollout.mask.view_as(thinking).any(1)
     local = {
         "correct": [float(r) for r in right],
         "length": rollout.lengths.tolist(),
         "truncated": (~rollout.ended).float().tolist(),
         "unique": [len(set(texts[i : i + G])) / G for i in range(0, len(texts), G)],
-        "thinking": thinking.sum(1)[alive].float().tolist(),
-        "change": [] if rollout.mix is None else rollout.input_change[rollout.mix.sum(-1).permute(0, 2, 1).reshape(rollout.mask.shape) > 0].tolist(),
         **{f"reward/{name}": values for name, values in parts.items()},
     }
-    every = {name: gather_object(values) for name, values in local.items()}
+    if rollout.mix is not None:
+        alive = rollout.mask.view(-1, G, rollout.mask.shape[1]).any(1)  # (B, T)
+        listening = rollout.mix.sum(-1).permute(0, 2, 1).reshape(rollout.mask.shape) > 0  # (N, T)
+        sums = rollout.thinking.sum(), alive.sum(), rollout.input_change[listening].double().sum(), listening.sum()
+        local |= {name: [value] for name, value in zip(("thinking", "alive", "change", "listening"), torch.stack(sums).tolist(), strict=True)}
+    everyone = gather_object([local])
+    every = {name: [value for one in everyone for value in one[name]] for name in local}
     mean = {name: statistics.fmean(v for v in values if v is not None) if any(v is not None for v in values) else 0.0 for name, values in every.items()}
     scored = all_rewards[~all_rewards.isnan()]
     metrics = {
@@ -508,7 +510,7 @@ def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, conf
         "truncated": mean["truncated"],
     }
     if rollout.mix is not None:
-        metrics |= {"thinking_paths": mean["thinking"], "input_change": mean["change"]}
+        metrics |= {"thinking_paths": mean["thinking"] / max(mean["alive"], 1.0), "input_change": mean["change"] / max(mean["listening"], 1.0)}
     return metrics
 
 
