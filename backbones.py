@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config import SettingError
 from data import pad_left, pad_right
@@ -72,6 +73,21 @@ def send(values, device):
     """A list of whole numbers, or a tensor, on the device, without the host waiting for what the device still has to do."""
     tensor = torch.as_tensor(values, dtype=None if torch.is_tensor(values) else torch.long)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def known(config):
+    """Whether a text model's config is of a known family and each of its layers sees everything before it."""
+    return config.model_type in FAMILIES and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+
+
+def attend_without_mask(model):
+    """Tell a known model, in place, that its rows have nothing on their left: no mask is asked for, and attention is causal without.
+
+    To find out by itself transformers compares the positions of each forward, and the host waits for the answer before it can launch the next kernel.
+    """
+    if known(model.config.get_text_config()) and model.config._attn_implementation == "sdpa":
+        AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)  # a name that transformers knows no mask for
+        model.set_attn_implementation("sdpa_without_mask")
 
 
 class PlainBackbone:
@@ -221,10 +237,8 @@ def why_not(model):
     config = model.config.get_text_config()
     if model.device.type == "cuda" and triton_kernels is None:
         return "triton is not installed"
-    if config.model_type not in FAMILIES:
-        return f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return "sliding-window attention"
+    if not known(config):
+        return "sliding-window attention" if config.model_type in FAMILIES else f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):

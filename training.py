@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 from transformers.pytorch_utils import Conv1D
 
-from backbones import check_head, model_body, real_logits, send, softcap, vocab_logits
+from backbones import attend_without_mask, check_head, model_body, real_logits, send, softcap, vocab_logits
 from config import RunError, SettingError, system_prompt, template_kwargs
 from data import arithmetic_tokenizer, encode_prompts, load_problems, split_held_out
 from generation import Interrupted, draw
@@ -228,17 +228,17 @@ class Scorer(nn.Module):
         needs no mask at all: what follows a row's end can reach nothing before it. The host knows all sizes, and waits for nothing here.
         """
         device, rows = rollout.ids.device, torch.as_tensor(rows)
-        prompts, lengths = (torch.tensor([sizes[n] for n in rows.tolist()]) for sizes in rollout.sizes)
-        length, total = max(int(lengths.max()), 1), int((prompts + lengths).max()) - 1  # the last token predicts nothing
-        prompt_ids = rollout.prompt_ids[send(rows // rollout.num_generations, device)]
-        inputs = torch.cat([self._embed(prompt_ids), self._completion_inputs(rollout, rows, length)], dim=1)  # (n, P + T', E)
-        source = (prompt_ids.shape[1] - prompts[:, None] + torch.arange(total)).clamp(max=inputs.shape[1] - 1)  # (n, L), past the padding on the left
-        inputs = inputs.gather(1, send(source, device)[..., None].expand(-1, -1, inputs.shape[-1]))
+        sizes = torch.tensor([[of[n] for n in rows.tolist()] for of in rollout.sizes])  # (2, n) of prompts and completions
+        length, total, said = max(int(sizes[1].max()), 1), int(sizes.sum(0).max()) - 1, int(sizes[1].sum())  # the last token predicts nothing
+        places, prompts, lengths = send(torch.stack([rows, *sizes]), device)
+        inputs = torch.cat([self._embed(rollout.prompt_ids[places // rollout.num_generations]), self._completion_inputs(rollout, rows, length)], dim=1)
+        left = rollout.prompt_ids.shape[1] - prompts[:, None]  # padding
+        source = (left + torch.arange(total, device=device)).clamp(max=inputs.shape[1] - 1)  # (n, L)
+        inputs = inputs.gather(1, source[..., None].expand(-1, -1, inputs.shape[-1]))
         states = model_body(self.model)(inputs_embeds=inputs, use_cache=False).last_hidden_state  # (n, L, E)
-        row = torch.arange(len(rows)).repeat_interleave(lengths)
-        token = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        row, token, place = send(torch.stack([row, token, prompts[row] - 1 + token]), device)
-        return states[row, place], row, token
+        row = torch.arange(len(rows), device=device).repeat_interleave(lengths, output_size=said)
+        token = torch.arange(said, device=device) - (lengths.cumsum(0) - lengths)[row]
+        return states[row, prompts[row] - 1 + token], row, token
 
     def _completion_inputs(self, rollout, rows, length):
         """Inputs (n, T', E) of the completion tokens, blended over their whole groups where paths interacted."""
@@ -267,7 +267,8 @@ class Scorer(nn.Module):
 
 
 def make_scorer(model, tables, config):
-    """The Scorer of a run, compiled on CUDA unless the settings say otherwise (under FSDP2 it is not)."""
+    """The Scorer of a run, for a model that is only scored from now on; compiled on CUDA unless the settings say otherwise (under FSDP2 it is not)."""
+    attend_without_mask(model)
     return Scorer(model, tables, config.bf16, compiled=config.torch_compile and model.device.type == "cuda" and not config.fsdp)
 
 

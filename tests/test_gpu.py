@@ -12,8 +12,9 @@ from backbones import attend, rms_norm
 from conftest import build_model
 from data import pad_left
 from generation import GroupDecoder, How, Interaction, Rows, mix_step, rollout_uniforms, sample_step
+from grpo_train import Config
 from m3po_module import cosines, products
-from training import Scorer, refresh
+from training import Scorer, make_scorer, refresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,21 @@ def test_bf16_scoring_is_close_to_bf16_sampling_and_far_from_scoring_plain_ids(f
     out.mix = None
     assert close < 0.03
     assert (scorer(out, rows)[0] - out.logp).abs()[out.mask].mean() > 5 * close
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_host_waits_for_nothing_while_it_scores(compiled, tokenizer, prompts):
+    """What the host knows it need not ask the card for: a question costs as long as the kernels that are under way."""
+    policy, sampler = build_model("qwen2", tokenizer).cuda().train(), build_model("qwen2", tokenizer).cuda()
+    decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3), compiled=False)
+    scorer, out = make_scorer(policy, decoder.tables, Config(torch_compile=compiled)), sampled(decoder, prompts)
+    for _ in range(2):
+        scorer(out, [0, 3, 9])[0].sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scorer(out, [0, 3, 9])[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def sampled(decoder, prompts, G=8, length=T, seed=0, **kwargs):
