@@ -148,7 +148,7 @@ def main():
             trl_case(case, args.steps, emit)
             gc.collect()
             torch.cuda.empty_cache()
-    write_results(args.name, rows)
+        write_results(args.name, rows)
 
 
 if __name__ == "__main__":
