@@ -125,11 +125,13 @@ LONE_LETTER = rf"{LETTER}(?!{LETTER})"
 CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
 LATEX_SPACING = re.compile(r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\[,;: ()\[\]]")
 EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
-# Words that make another value of the number beside them. Scale words do so wherever they stand: "3 (in millions)".
-SCALE = re.compile(r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?)\b|[百千万萬亿億兆]", re.IGNORECASE)
-CHANGED_BEFORE = re.compile(r"\b(?:minus|negative|not|(?:half|twice|double|triple|root)(?: of)?|sqrt|log|ln|exp|sin|cos|tan)\b\W*$", re.IGNORECASE)
+# Words that make another value of the number beside them. Scale words and open ends do so wherever they stand: "3 (in millions)", "3 eggs or more".
+SCALE = re.compile(r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆]", re.IGNORECASE)
+CHANGED_BEFORE = re.compile(
+    r"\b(?:minus|negative|not|(?:more|less|fewer|greater) than|(?:half|twice|double|triple|root)(?: of)?|sqrt|log|ln|exp|sin|cos|tan)\b\W*$", re.IGNORECASE
+)
 CHANGED_AFTER = re.compile(
-    r"\W*(?:and (?:an?|one) (?:half|quarter|third)|half|halves|(?:third|fourth|fifth|sixth|eighth|tenth)s"
+    r"\W*(?:and (?:an?|one) (?:half|quarter|third)|half|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s"
     r"|squared|cubed|factorial|pi|mil|mio|mln|mn|bln|bn|mrd)\b",
     re.IGNORECASE,
 )
