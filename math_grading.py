@@ -26,38 +26,58 @@ from answers import CHANGED_AFTER, SCALE, ascii_char, parse_number
 
 LONGEST = 2000  # characters; nothing in MATH comes near it
 UNICODE = {"×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "∪": r"\cup ", "±": r"\pm ", "≤": r"\le ",
-           "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "°": "", "θ": r"\theta ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-           "∅": r"\emptyset ", **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}}  # fmt: skip
+           "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "°": r"^\circ ", "≈": r"\approx ", "ℝ": r"\mathbb{R}", "θ": r"\theta ",
+           "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+           "∅": r"\emptyset "}  # fmt: skip
+TRIG_DEGREES = re.compile(r"((?<![a-zA-Z])\\?(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)? ?(?:\\left)? ?[({]? ?)"
+                          r"(-?\d+(?:\.\d+)?) ?(?:\^ ?\{ ?\\circ ?\}|(?:\^ ?\\circ|\\degree)(?![a-zA-Z]))")  # fmt: skip
+SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 GONE = re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])|\\hspace\{[^{}]*\}|\^ ?\{? ?\\circ ?\}?|\\degree(?![a-zA-Z])"
                   r"|\\text\{ ?degrees?\}|(?<!\\)\\[!$%]|[$%]")  # fmt: skip
 SPACE = re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~|\s+")
-TEXT = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|operatorname)\s*\{([^{}]*)\}"
+TEXT = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
 SAME = {r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\leq": r"\le", r"\geq": r"\ge",
         r"\neq": r"\ne", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
         r"\varnothing": r"\emptyset", r"\lbrack": "[", r"\rbrack": "]", r"\infin": r"\infty"}  # fmt: skip
 FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp|sqrt|pi|infty"
 AFTER_VALUE = r"(?<=[\d}\)])"
 POWER = r"(?:\^\{?\d\}?)?$"
-UNIT = re.compile(AFTER_VALUE + rf"(?:\s*{TEXT}| (?!(?:and|or|{FUNCTIONS})\b)[a-zA-Z]{{2,}}(?: [a-zA-Z]{{2,}})*\.?)" + POWER)
+UNIT = re.compile(rf"(?:(?<=[\da-zA-Z}})])\s*{TEXT}|{AFTER_VALUE} (?!(?:and|or|{FUNCTIONS})\b)[a-zA-Z]{{2,}}(?: [a-zA-Z]{{2,}})*\.?)" + POWER)
+NO_UNIT = re.compile(r"\b(?:and|or|not|times|plus|minus|over)\b|\d(?<!\^\d)(?<!\^\{\d)", re.IGNORECASE)  # 42 \text{ or 41}
 GREEK = r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|varphi|psi|omega)(?![a-zA-Z])"
-NAME = rf"[a-zA-Z](?:_\{{?\w+\}}?|\([a-zA-Z0-9]+\))?|[A-Z]{{2,3}}|{GREEK}|(?:m ?)?\\angle ?[a-zA-Z]{{1,3}}|\((?:[a-zA-Z], ?)+[a-zA-Z]\)"
+LETTER = rf"(?:[a-zA-Z]|{GREEK})"
+NAME = (rf"[a-zA-Z](?:_\{{?\w+\}}?|\([a-zA-Z0-9]+\))?|[A-Z]{{2,3}}|{GREEK}|\\(?:mathbf|vec) ?\{{[a-zA-Z]\}}|(?:m ?)?\\angle ?[a-zA-Z]{{1,3}}"
+        rf"|\((?:{LETTER}, ?)+{LETTER}\)")  # fmt: skip
 NAMED = re.compile(rf"^(?:{NAME}) ?= ?|^[a-zA-Z] ?\\in ?")
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 MIXED = re.compile(r"(?<![\w.}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
 DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
-BASE = re.compile(r"([0-9][0-9A-Fa-f]*)_\{?(\d{1,2})\}?$")
+BASE = re.compile(r"([0-9][0-9A-Fa-f]*)_\{?\(?(\d{1,2})\)?\}?$")
 PAIR = re.compile(r"[(\[][^()]*,[^()]*[)\]]")  # (1,234) has two members
+MISREAD = re.compile(r"[\d)}]_|\d\{|!!")  # 204_5 is read as 204, 2{3} as 5
 TWO_NUMBERS = re.compile(r"(?<![_^\d])\d+ \d")
 SCALED = re.compile(rf"\d ?(?:{SCALE.pattern}|squared|cubed|factorial)", re.IGNORECASE)
 REPEATING = re.compile(r"([-+]?)(\d{0,50})\.(\d{0,50})\\overline\{(\d{1,50})\}")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
 RELATION = re.compile(r"(<=|>=|<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z]))")
 ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", r"\le": "<=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!="}
+APPROXIMATED = re.compile(r"(.*\\[a-zA-Z].*?) ?\\approx ?-?\d+(?:\.\d+)?$")  # \frac{1}{3} \approx 0.33 is \frac{1}{3}
+REALS = "()", [("value", r"-\infty"), ("value", r"\infty")]
+# What math-verify is asked about. Of other text it reads a part: of "41 \to \frac{1}{2}", "6:1", "41 \boxed{42}" or "x'" one number or letter.
+READABLE = re.compile(r"(?:[\da-zA-Z+*/^_{}()\[\]|!,=<> -]|(?<=\d)\.|\.(?=\d)|\\[a-zA-Z]+)+")
+COMMANDS = set(
+    "frac sqrt binom pi cdot times div pm mp infty circ log ln exp sum prod int lfloor rfloor lceil rceil lvert rvert vert max min gcd mod "
+    "overline bar sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh alpha beta gamma delta epsilon varepsilon zeta "
+    "eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
+)
+FACTOR = re.compile(r"((?<![\w^_.])\d+(?:\.\d+)?|\)|\\binom\{[^{}]*\}\{[^{}]*\}) ?(?=\()")
 OPENING, CLOSING = {"(": ")", "[": "]", "{": "}"}, set(")]}")
 
 
 def clean(text):
     """One spelling for what may be spelt in many ways."""
+    text = re.sub(f"[{''.join(map(chr, SUPERSCRIPTS))}]+", lambda found: f"^{{{found[0].translate(SUPERSCRIPTS)}}}", text)
+    text = re.sub(r"√ ?(\d+)", r"\\sqrt{\1}", text)
     text = "".join(UNICODE.get(c) or ascii_char(c) for c in text).replace("**", "^")
     text = text.strip().strip("*").strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
@@ -65,8 +85,14 @@ def clean(text):
             text = text[len(opening) : -len(closing)]
     box = re.fullmatch(r"\\f?box(?:ed)?\{(.*)\}", text.strip())
     text = re.sub(r",\\! ?", ",", box[1] if box else text)
-    text = re.sub(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)", lambda found: found[0].replace(r"\,", ""), text)
+    text = re.sub(r"(?<![\d.])\d{1,3}(?:(?:\\,|\{,\})\d{3})+(?!\d)", lambda found: re.sub(r"\D", "", found[0]), text)
+    text = TRIG_DEGREES.sub(r"\1\\frac{\2\\pi}{180}", text)  # elsewhere the sign does not count
     text = re.sub(r"\binfinity\b", r"\\infty", SPACE.sub(" ", GONE.sub("", text)))
+    text = re.sub(r"\^ ?(-\d+|\d{2,})", r"^{\1}", re.sub(r"(?<=\d) ?[xX] ?(?=10 ?\^)", r"\\times ", text))  # 6.7 x 10^-5
+    text = re.sub(r"\\(?:mathrm|text) ?\{([ie])\}", r"\1", text)
+    text = re.sub(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"(?:\\text ?\{|\()(\d\w*)[)}] ?_|(\d\w*),? (?:in )?base (?=\d)", lambda found: (found[1] or found[2]) + "_", text)
+    text = re.sub(r"(?<=[)\]}]) ?U ?(?=[(\[\\])", r"\\cup ", text)
     text = re.sub(r"\\[a-zA-Z]+", lambda found: SAME.get(found[0], found[0]), text)
     text = re.sub(rf"\\(frac|sqrt|binom)(?: ?(\d|\\pi(?![a-zA-Z])|{GREEK})| ([a-zA-Z]))", r"\\\1{\2\3}", text)  # \frac12, \frac1{72}, \sqrt2, \frac\pi4
     text = re.sub(rf"(\\(?:frac|binom)\{{[^{{}}]*\}}) ?(\d|[a-zA-Z]|\\pi(?![a-zA-Z])|{GREEK})(?![^{{]*\}}\{{)", r"\1{\2}", text)
@@ -80,9 +106,10 @@ def clean(text):
 
 
 def _unit(found):
-    """Nothing, or the words themselves where they make another value: 5 million, 4 squared."""
+    """Nothing, or the words themselves where they make another value, or where no value stands before them: 5 million, 4 squared, 4 or 5, (B) or (C)."""
     words = re.sub(TEXT, r" \1", found[0])
-    return words if SCALE.search(words) or CHANGED_AFTER.match(words) else ""
+    is_value = re.search(r"\d|\\[a-zA-Z]", re.sub(TEXT, lambda text: text[1], found.string[: found.start()]))
+    return words if not is_value or SCALE.search(words) or CHANGED_AFTER.match(words) or NO_UNIT.search(words) else ""
 
 
 def _squeezed(text):
@@ -127,19 +154,25 @@ def structure(text, depth=0):
     """("value" | "word" | "equation" | "relation" | "set" | "union" | "matrix" | opening and closing bracket, parts)."""
     if depth > 4:
         return "value", text
+    listed = re.fullmatch(TEXT, text)
+    text = listed[1].strip() if listed and re.search(", |\\band\\b", listed[1]) else text
+    grouped = re.fullmatch(r"\{((?:[^{}\\]|\\.|\{[^{}]*\})*+)\}", text)
+    text = grouped[1].strip() if grouped else APPROXIMATED.sub(r"\1", text)
     bare = NAMED.sub("", text, count=1)
     if bare != text and (r"\in" in text[: len(text) - len(bare)] or not re.search(r"[=<>]|\\[lg]e\b", bare)) and (r"\in" in text or not _has_variable(bare)):
         text = bare.strip()
     matrix = re.fullmatch(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", text)
     if matrix:
-        rows = [row.strip() for row in matrix[2].split("\\\\") if row.strip()]
+        rows = [row.strip() for row in re.split(r"\\\\(?:\[[\d.]+ ?[a-z]{2}\])?", matrix[2]) if row.strip()]
         return f"matrix {'v' if matrix[1] == 'vmatrix' else ''}", [("row", [structure(cell, depth + 1) for cell in row.split("&")]) for row in rows]
-    text = re.sub(rf"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|{TEXT.replace('([^{}]*)', ' ?(?:and|or) ?')}", ",", text)
+    text = re.sub(rf"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]| (?:more|less|fewer|greater)\b)|{TEXT.replace('([^{}]*)', ' ?(?:and|or) ?')}", ",", text)
     union = _split(text, r"\cup")
     if len(union) > 1:
         return "set", [structure(part, depth + 1) for part in union]
     if text in (r"\emptyset", r"\{\}", r"\{ \}"):
         return "set", []
+    if text in (r"\mathbb{R}", r"\mathbb R"):
+        return REALS
     listed = [part for part in _split(text, ",") if part]
     names = [name and name[0].rstrip(" =") for name in map(NAMED.match, listed)]
     if len(listed) > 1 and None not in names and len(set(names)) == len(names):  # x=1, y=2
@@ -154,13 +187,14 @@ def structure(text, depth=0):
             return "set", _members(parts, depth)
         if len(parts) > 1:
             return f"{opening}{closing}", [structure(part, depth + 1) for part in parts]
-        if opening == "(" and closing == ")":
+        if opening + closing == "()" or inside.startswith(r"\begin{"):
             return structure(inside, depth + 1)
     if len(PLUS_MINUS.findall(text)) == 1:
         return "set", _members([text], depth)
     word = re.sub(TEXT, r"\1", text).strip(" ()")
     if re.fullmatch(r"[a-zA-Z][a-zA-Z' -]{3,}", word) or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word)):
-        return "word", " ".join(word.lower().split())
+        word = re.sub("^(?:an?|the) (?=...)", "", " ".join(word.lower().split()))
+        return REALS if word in ("all real numbers", "all reals") else ("word", word)
     sides = [part.strip() for part in RELATION.split(text)]
     if len(sides) > 1:
         return _interval(sides[::2], [ORDER[sign] for sign in sides[1::2]], depth)
@@ -195,7 +229,7 @@ def _members(parts, depth):
 
 def _has_variable(text):
     """Whether a letter stands for an unknown: not one of a command, nor e or i."""
-    return bool(re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
+    return bool(re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+", "", text)))
 
 
 def number(text):
@@ -265,6 +299,15 @@ def _same_value(left, right, ask):
     return ask("value", left, right)
 
 
+def _is_readable(texts):
+    """Whether math-verify reads all of each text. It takes A for a and drops subscripts of numerals: such texts it is not asked about."""
+    commands = {name for text in texts for name in re.findall(r"\\([a-zA-Z]+)", text)}
+    letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", "".join(texts)))) | commands
+    if not commands <= COMMANDS or len({letter.lower() for letter in letters}) < len(letters):
+        return False
+    return all(READABLE.fullmatch(text) and text.count("|") % 2 == 0 and not MISREAD.search(text) for text in texts)
+
+
 def _same_set(left, right, ask):
     if len(left) > 20 or len(right) > 20:
         return False
@@ -281,8 +324,8 @@ def _same_set(left, right, ask):
 
 
 def _sympy_text(text):
-    """What latex2sympy reads as it is meant: mixed numbers are sums, decimals exact."""
-    text = MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
+    """What latex2sympy reads as it is meant: mixed numbers are sums, decimals exact; 2(3) is 6, where it reads 5."""
+    text = FACTOR.sub(r"\1\\cdot ", MIXED.sub(r"(\1+\\frac{\2}{\3})", text))
     text = SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
     return DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
 
@@ -462,8 +505,9 @@ def math_equal(answer, reference, timeout=5.0):
 
     def ask(kind, left, right):
         left_over = end - time.monotonic()
+        texts = [text for side in (left, right) for text in (side if isinstance(side, list | tuple) else [side])]
         try:
-            return left_over > 0 and _asked(kind, _as_key(left), _as_key(right), timeout if left_over > timeout / 2 else left_over)
+            return left_over > 0 and _is_readable(texts) and _asked(kind, _as_key(left), _as_key(right), timeout if left_over > timeout / 2 else left_over)
         except _Undecided:
             return False
 

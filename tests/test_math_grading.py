@@ -37,6 +37,18 @@ SAME = [
     ("x=1, y=2", "y = 2, x = 1"), ("x_1=1, x_2=2", "1,2"), (r"x = \frac{1\pm\sqrt5}{2}", r"\frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}"),
     (r"\frac{\pm1}{2}", "0.5,-0.5"),
     ("10^{60}+1", "1+10^{60}"), ("Yes", "yes"), ("ab", "ba"), (r"5\text{ million}", "5 million"), (r"10^{-50}", r"\frac{1}{10^{50}}"),
+    (r"\tan 60^\circ", r"\sqrt{3}"), (r"\cos{60°}", r"\frac12"), (r"\sin^2(30^\circ)", "0.25"), (r"\frac{1}{\sin 30^\circ}", "2"),
+    ("2(3)", "6"), ("(2)(3)", "6"), (r"\binom{5}{2}(3)", "30"), ("3(4)/2", "6"), ("4^2(2)", "32"), (r"\log_2(8)", "3"), (r"{5 \choose 2}", "10"),
+    ("10^-3", "0.001"), ("x^10", "x^{10}"), ("2.5 x 10^3", "2500"), ("2.5×10⁻³", "0.0025"), ("x¹²", "x^{12}"), ("√53", r"\sqrt{53}"),
+    ("2√21/5", r"\frac{2\sqrt{21}}{5}"),
+    (r"{\frac{3}{4}}", "3/4"), (r"10{,}000\pi", r"10000\pi"), (r"6-5\mathrm{i}", "6-5i"), (r"\frac{20000}{\pi} \approx 6366.2", r"\frac{20000}{\pi}"),
+    (r"A = \begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\mathbf{v} = \begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\left[\begin{array}{cc}1&0\\0&1\end{array}\right]", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
+    (r"\begin{pmatrix}\frac12\\[2pt]3\end{pmatrix}", r"\begin{pmatrix}0.5\\3\end{pmatrix}"),
+    (r"(r,\theta)=(3,\frac{\pi}{2})", r"(3,\frac\pi2)"), ("(-∞,2) U (2,∞)", r"(-\infty,2)\cup(2,\infty)"), (r"\mathbb{R}", r"(-\infty,\infty)"),
+    (r"\text{all real numbers}", r"\mathbb{R}"), ("an ellipse", r"\text{ellipse}"), (r"\text{A, C}", "C, A"), (r"\mathbf{(E)}", r"\text{(E)}"),
+    ("204 base 5", "204_5"), ("(204)_5", "204_{5}"), (r"2k\text{ cm}", "2k"),
 ]  # fmt: skip
 OTHER = [
     ("(1,2)", "(2,1)"), ("[1,2]", "(1,2)"), ("(1,2]", "[1,2)"), (r"\{1,2\}", "(1,2)"), ("1,2,3", "(1,2,3)"), ("1", "1,2"), ("1,1,2", "1,2"),
@@ -49,6 +61,15 @@ OTHER = [
     ("10^{60}", "10^{60}+1"), (r"10^{60}+\sqrt2", r"10^{60}+1+\sqrt2"), ("9^{9^9}", "9^{9^9}+1"), ("x=1,y=2", "x=2,y=1"), ("x=1,y=2", "x=1,z=2"),
     (r"\text{Yes}", "no"), (r"\frac{1\pm\sqrt5}{2}", r"\frac{1+\sqrt5}{2}"), ("(x,y)=(1,2)", "(2,1)"), (r"\binom52", "5"), (r"1\,00", "100"),
     ("5 million", "5"), (r"5\text{ million}", "5"), ("5 dozen", "5"), (r"5\text{ thousand}", "5"), (r"4\text{ squared}", "4"),
+    *((text, r"\frac{3}{4}") for text in (r"\frac14 \to \frac34", r"\frac14 \implies \frac34", r"\frac14 | \frac34", r"\frac14 \\ \frac34",
+       r"\frac14 \boxed{\frac34}",
+       r"\frac34 \text{ or \frac14}", r"\frac34 \text{ not } \frac14", r"\frac34 \approx \frac14", r"A. \frac14 B. \frac34", r"\text{\frac14 or} \frac34")),
+    (r"42\text{ or 41}", "42"), (r"42 \text{41}", "42"), (r"41 \boxed{42}", "42"), (r"-\boxed{42}", "42"), ("6:1", "6"), ("x'", "x"), (r"42 \ldots", "42"),
+    (r"36\text{ dollars and 50 cents}", "36"), (r"12\pi \text{ million}", r"12\pi"), (r"12\pi\text{ plus one}", r"12\pi"), ("x+1 or x+2", "x+1"),
+    (r"\text{A}\text{B}", "A"), (r"\text{(B)} \text{(C)}", "B"), (r"\text{Evelyn}\text{ or Carla}", "Evelyn"), (r"\text{A, C}", "A"),
+    ("3R^2", "3r^2"), ("aA^2", "a^2A"), (r"\Delta+1", r"\delta+1"), ("9_5", "9"), ("12_5+1", "13"), ("2(3)", "5"), (r"\binom{5}{2}(3)", "13"), ("2{3}", "5"),
+    (r"\tan 45", "1"), (r"\sin 30", r"\sin 30^\circ"), ("5 or more", "5"), (r"5\text{ or more}", "5"), ("more than 5", "5"),
+    (r"\text{all real numbers except 2}", r"\mathbb{R}"), (r"\sqrt2 \approx 1.41", "1.41"),
 ]  # fmt: skip
 
 
