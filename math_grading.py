@@ -61,7 +61,7 @@ REPEATING = re.compile(r"([-+]?)(\d{0,50})\.(\d{0,50})\\overline\{(\d{1,50})\}")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
 RELATION = re.compile(r"(<=|>=|<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z]))")
 ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", r"\le": "<=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!="}
-APPROXIMATED = re.compile(r"(.*\\[a-zA-Z].*?) ?\\approx ?-?\d+(?:\.\d+)?$")  # \frac{1}{3} \approx 0.33 is \frac{1}{3}
+APPROXIMATED = re.compile(r" ?\\approx ?-?\d+(?:\.\d+)?$")
 REALS = "()", [("value", r"-\infty"), ("value", r"\infty")]
 # What math-verify is asked about. Of other text it reads a part: of "41 \to \frac{1}{2}", "6:1", "41 \boxed{42}" or "x'" one number or letter.
 READABLE = re.compile(r"(?:[\da-zA-Z+*/^_{}()\[\]|!,=<> -]|(?<=\d)\.|\.(?=\d)|\\[a-zA-Z]+)+")
@@ -150,6 +150,12 @@ def _enclosed(text):
 # Structure
 
 
+def _exactly(text):
+    r"""Without the decimals that follow an exact value: \frac{1}{3} \approx 0.33 is \frac{1}{3}, but 42 \approx 41 stays."""
+    exact = APPROXIMATED.sub("", text)
+    return exact if "\\" in exact else text
+
+
 def structure(text, depth=0):
     """("value" | "word" | "equation" | "relation" | "set" | "union" | "matrix" | opening and closing bracket, parts)."""
     if depth > 4:
@@ -157,7 +163,7 @@ def structure(text, depth=0):
     listed = re.fullmatch(TEXT, text)
     text = listed[1].strip() if listed and re.search(", |\\band\\b", listed[1]) else text
     grouped = re.fullmatch(r"\{((?:[^{}\\]|\\.|\{[^{}]*\})*+)\}", text)
-    text = grouped[1].strip() if grouped else APPROXIMATED.sub(r"\1", text)
+    text = grouped[1].strip() if grouped else _exactly(text)
     bare = NAMED.sub("", text, count=1)
     if bare != text and (r"\in" in text[: len(text) - len(bare)] or not re.search(r"[=<>]|\\[lg]e\b", bare)) and (r"\in" in text or not _has_variable(bare)):
         text = bare.strip()
