@@ -395,7 +395,8 @@ def score(functions, sampled, config, step, gather=lambda values: []):
     """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
     problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
     columns = reward_columns(problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format)
-    sampled.rewards, sampled.parts = compute_rewards(functions, step=step + 1, timeout=config.reward_timeout, gather=gather, **columns)
+    asked = columns["prompts"], columns["completions"]
+    sampled.rewards, sampled.parts = compute_rewards(functions, *asked, step=step + 1, timeout=config.reward_timeout, gather=gather, columns=columns)
 
 
 def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):
