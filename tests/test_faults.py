@@ -90,6 +90,17 @@ def test_the_check_refuses_answers_that_no_reward_pays(start, tmp_path, capsys):
         check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "words.jsonl")), capsys)
 
 
+def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(start, tmp_path, capsys):
+    """`3 of 3 earn nan`, where the first answer earned nothing that is a number."""
+    (tmp_path / "even.py").write_text(
+        "def even(completions, answer, **kwargs):\n    return [None if int(a) % 4 else float(a in c[0]['content']) for a, c in zip(answer, completions)]\n"
+    )
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8)))
+    printed = check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "three.jsonl"), reward=[f"{tmp_path}/even.py:even"]), capsys)
+    assert "gold answers: 2 of 3 earn 1" in printed
+    assert "train-0: '1' earns nan" in printed
+
+
 # Settings at random
 
 VALUES = {int: [0, 1, 2, 3, -1, 10**6, "x"], float: [0.0, 0.5, 1.0, 1.5, 1e-9, 1e9, -1.0, "nan", "inf", ""], bool: [True, False, "perhaps"],
