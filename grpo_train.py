@@ -246,7 +246,8 @@ def run(config, accelerator, stop):
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
-    for step in range(done["step"], total):
+    out_of_patience = config.patience and done["since_best"] >= config.patience  # a run that was stopped, or killed, after the evaluation that ends it
+    for step in range(done["step"], done["step"] if out_of_patience else total):
         first = {}
         if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0)):
             done["best"] = first["eval_accuracy"]

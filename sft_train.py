@@ -128,7 +128,8 @@ def run(config, accelerator, stop):
         refresh(sampler, policy)
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
 
-    for step in range(done["step"], total):
+    out_of_patience = config.patience and done["since_best"] >= config.patience  # a run that was stopped, or killed, after the evaluation that ends it
+    for step in range(done["step"], done["step"] if out_of_patience else total):
         if stop.agreed():
             leave(stop, checkpoints, done if done["step"] > saved else None)
         watch = Stopwatch(accelerator.device)
