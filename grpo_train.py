@@ -512,7 +512,7 @@ def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, conf
         "truncated": mean["truncated"],
     }
     if rollout.mix is not None:
-        metrics |= {"thinking_paths": mean["thinking"] / max(mean["alive"], 1.0), "input_change": mean["change"] / max(mean["listening"], 1.0)}
+        metrics |= {"thinking_paths": mean["thinking"] / (mean["alive"] or 1.0), "input_change": mean["change"] / (mean["listening"] or 1.0)}
     return metrics
 
 
