@@ -425,6 +425,7 @@ def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all
     return all_rewards, place, replaced
 
 
+@torch.enable_grad()  # a file of rewards that runs a model of its own may have switched gradients off
 def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget):
     """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
     epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
