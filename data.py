@@ -296,10 +296,10 @@ def build_prompt(tokenizer, question, system_prompt, chat_template_kwargs=None, 
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     try:
         return render([*system, {"role": "user", "content": question}])
-    except (TemplateError, TypeError):
+    except (TemplateError, TypeError, ValueError):
         try:
             return render([{"role": "user", "content": f"{system_prompt}\n\n{question}" if system_prompt else question}])
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be filled in: {reason}") from error
 

@@ -393,6 +393,11 @@ REFUSES_SYSTEM = (
 )
 
 
+def test_template_settings_that_do_not_go_together_are_one_line(tokenizer):
+    with pytest.raises(DataError, match="cannot be filled in: continue_final_message and add_generation_prompt are not compatible"):
+        build_prompt(tokenizer, "Q", "S", {"continue_final_message": True})
+
+
 def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_question(tokenizer):
     gemma = copy_of(tokenizer, REFUSES_SYSTEM)
     assert build_prompt(gemma, "Q", "S") == "<|im_start|>user\nS\n\nQ<|im_end|>\n<|im_start|>model\n"
