@@ -115,6 +115,8 @@ class Config(TrainConfig):
         ).items():
             check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
         reward_functions(self)
+        if self.warm_start != "none":
+            warm_start_settings(self)
 
 
 def reward_functions(config):
@@ -337,13 +339,20 @@ def run(config, accelerator, stop):
     return folder
 
 
+def warm_start_settings(config):
+    """The settings of the supervised run that comes first."""
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
+    how = {"resume": config.resume, "resume_anyway": config.resume_anyway, "overwrite_output_dir": not config.resume}
+    try:
+        given = settings_from_file(sft_train.Config, config.warm_start)
+        return sft_train.Config(**{**shared, **given, "output_dir": str(Path(config.output_dir) / "warm_start"), **how})
+    except SettingError as error:
+        raise SettingError("warm_start", config.warm_start, str(error)) from error
+
+
 def warm_start(config, accelerator, stop):
     """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. With resume a half one is gone on with."""
-    folder = Path(config.output_dir) / "warm_start"
-    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
-    given = settings_from_file(sft_train.Config, config.warm_start)
-    how = {"resume": config.resume, "resume_anyway": config.resume_anyway, "overwrite_output_dir": not config.resume}
-    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), **how})
+    folder, sft = Path(config.output_dir) / "warm_start", warm_start_settings(config)
     note, settings = folder / "warm_start.json", {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE}
     whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
     if not largest(whole):

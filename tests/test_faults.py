@@ -128,6 +128,15 @@ def test_the_check_waits_for_a_warm_start(start, tmp_path, capsys):
     assert "a warm start comes first" in check(settings_of(start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys)
 
 
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("batch_size: 0", "batch_size=0: must be at least 1"), ("mu: 2", "no such setting")])
+def test_a_bad_warm_start_is_refused_before_anything_and_named(start, tmp_path, text, words):
+    """--check said nothing of it, and the run spoke of a `config` that nobody had given."""
+    if text is not None:
+        (tmp_path / "sft.yaml").write_text(text)
+    with pytest.raises(SettingError, match=f"^warm_start=.*{words}"):
+        settings_of(start, tmp_path / "out", warm_start=str(tmp_path / "sft.yaml"))
+
+
 def test_the_check_refuses_answers_that_no_reward_pays(start, tmp_path, capsys):
     (tmp_path / "words.jsonl").write_text(json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n")
     with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
