@@ -1,5 +1,6 @@
 """`python grpo_train.py --check`: what a run would do, measured and printed before anything is paid for; nothing is trained and nothing is kept."""
 
+import math
 import os
 import shutil
 import statistics
@@ -133,13 +134,13 @@ def _gold(problems, functions, config, chosen):
     some = problems[:500]
     texts = [chosen.write("So it is.", p.problem.answer) for p in some]
     totals = _paid(functions, some, texts, config)
-    best = max(totals)
-    missed = [(p.problem.id, p.problem.answer, t) for p, t in zip(some, totals, strict=True) if t < best - 1e-9]
+    best = max(t for t in totals if not math.isnan(t))  # NaN: all rewards abstain
+    missed = [(p.problem.id, p.problem.answer, t) for p, t in zip(some, totals, strict=True) if not t >= best - 1e-9]
     right = right_answers(texts, [p.problem.answer for p in some], config.answer_format, config.grading)
     _print("gold answers", f"{len(some) - len(missed)} of {len(some)} earn {best:.3g}, {sum(right)} count as right")
     for problem, answer, paid in missed[:10]:
         print(f"    {problem}: {answer!r} earns {paid:.3g}")
-    p = problems[0]
+    p = next(p for p, t in zip(some, totals, strict=True) if not math.isnan(t))
     gold = p.problem.answer
     answers = {"the gold answer": gold, "another answer": gold + "7", "with a word": f"{gold} apples", "with a stop": f"{gold}.", "two answers": f"{gold} or 7"}
     near = {name: chosen.write("So it is.", answer) for name, answer in answers.items()} | {"without its format": gold, "nothing": ""}
@@ -153,7 +154,7 @@ def _gold(problems, functions, config, chosen):
 
 def _paid(functions, problems, texts, config):
     columns = reward_columns([p.problem for p in problems], texts, [[0] * 8 for _ in texts], config.answer_format)
-    totals, _ = compute_rewards(functions, timeout=config.reward_timeout, **columns)
+    totals, _ = compute_rewards(functions, columns["prompts"], columns["completions"], timeout=config.reward_timeout, columns=columns)
     return totals
 
 

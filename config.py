@@ -343,10 +343,16 @@ def run_main(main):
     except (RunError, RewardError) as error:
         sys.exit(_last_words(error, 1))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE):
             raise
-        sys.exit(_last_words(f"{error.filename or 'the disk'}: {error.strerror}; go on with --resume true when it can be written to again", 1))
+        if error.errno == errno.EPIPE:
+            sys.stdout = open(os.devnull, "w")  # what is left to be written there would fail again at the end
+        what = error.filename or ("the program that read the output is gone" if error.errno == errno.EPIPE else "the disk")
+        sys.exit(_last_words(f"{what}: {error.strerror}; go on with --resume true when it can be written to again", 1))
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on a card, on the CPU; the update says what it can do itself
+            remedy = "try a lower batch_size, num_generations or max_completion_length, or a smaller model"
+            sys.exit(_last_words(f"out of memory ({' '.join(str(error).split())[:200]}): {remedy}", 1))
         if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
             raise
         print(f"process {os.environ.get('RANK', 0)}: lost its connection to the others; the process that ended says why", file=sys.stderr, flush=True)

@@ -75,8 +75,8 @@ def load_problems(dataset, split="train", *, question_column=None, answer_column
         path = _split_file(path, split)
     elif path.suffix not in SUFFIXES and path.exists():
         raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
-    elif path.suffix in SUFFIXES and not path.exists():
-        raise DataError(f"{path}: there is no such file")
+    elif path.suffix in SUFFIXES and not path.is_file():
+        raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")  # a pipe would be waited for
     rows = _file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
     rows = list(itertools.islice(rows, limit))
     if not rows:
@@ -127,6 +127,8 @@ def _csv_rows(path, text):
     csv.field_size_limit(1 << 30)
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []  # not splitlines(): it also cuts at U+2028 and the like
     try:
+        if repeated := sorted({name for name in reader.fieldnames or () if reader.fieldnames.count(name) > 1}):  # the last would win without a word
+            raise DataError(f"{path} line 1: has more than one column {repeated[0]!r}")
         for row in reader:
             if None in row:
                 raise DataError(f"{path} line {reader.line_num}: has more cells than the header; put text with commas into double quotes")
@@ -294,10 +296,10 @@ def build_prompt(tokenizer, question, system_prompt, chat_template_kwargs=None, 
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     try:
         return render([*system, {"role": "user", "content": question}])
-    except (TemplateError, TypeError):
+    except (TemplateError, TypeError, ValueError):
         try:
             return render([{"role": "user", "content": f"{system_prompt}\n\n{question}" if system_prompt else question}])
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be filled in: {reason}") from error
 

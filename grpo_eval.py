@@ -10,6 +10,7 @@ the folder holds the answers so far, a line a question, and the same command wit
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
@@ -98,18 +99,22 @@ class Config:
         check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
         check(self, "max_prompt_length max_completion_length num_samples", lambda v: v >= 1, "must be at least 1")
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
-        check(self, "temperature top_k", lambda v: v >= 0, "must not be negative")
+        check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
         if self.compare is not None and len(self.compare) < 2:
             raise SettingError("compare", self.compare, "needs two evaluations at least")
         if self.save_jsonl and not self.questions:
             raise SettingError("save_jsonl", self.save_jsonl, "goes with --questions FILE")
+        if self.save_jsonl and (Path(self.save_jsonl).is_dir() or not Path(self.save_jsonl).absolute().parent.is_dir()):
+            raise SettingError("save_jsonl", self.save_jsonl, "must be a file in a folder that is there")
         if self.m3po and self.api:
             raise SettingError("m3po", True, "paths of a server cannot interact: load the model instead")
         check(self, "api_at_once", lambda v: v >= 1, "must be at least 1")
-        check(self, "api_timeout", lambda v: v > 0, "must be positive")
+        check(self, "api_timeout", lambda v: 0 < v <= 86400, "must be positive, and a day (86400) at the most")
         if self.m3po and self.num_samples < 2:
             raise SettingError("m3po", True, "paths need each other: set --num_samples 8 --temperature 1, or the like")
+        check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
+        check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
         check(self, "m3po_similarity", lambda v: v in SIMILARITIES, "must be one of " + ", ".join(SIMILARITIES))
         if self.num_samples > 1 and self.temperature == 0:
             raise SettingError("num_samples", self.num_samples, "greedy answers are all the same: set a temperature, such as --temperature 1")

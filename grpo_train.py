@@ -115,6 +115,8 @@ class Config(TrainConfig):
         ).items():
             check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
         reward_functions(self)
+        if self.warm_start != "none":
+            warm_start_settings(self)
 
 
 def reward_functions(config):
@@ -246,7 +248,8 @@ def run(config, accelerator, stop):
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
-    for step in range(done["step"], total):
+    out_of_patience = config.patience and done["since_best"] >= config.patience  # a run that was stopped, or killed, after the evaluation that ends it
+    for step in range(done["step"], done["step"] if out_of_patience else total):
         first = {}
         if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0)):
             done["best"] = first["eval_accuracy"]
@@ -336,13 +339,20 @@ def run(config, accelerator, stop):
     return folder
 
 
+def warm_start_settings(config):
+    """The settings of the supervised run that comes first."""
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
+    how = {"resume": config.resume, "resume_anyway": config.resume_anyway, "overwrite_output_dir": not config.resume}
+    try:
+        given = settings_from_file(sft_train.Config, config.warm_start)
+        return sft_train.Config(**{**shared, **given, "output_dir": str(Path(config.output_dir) / "warm_start"), **how})
+    except SettingError as error:
+        raise SettingError("warm_start", config.warm_start, str(error)) from error
+
+
 def warm_start(config, accelerator, stop):
     """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. With resume a half one is gone on with."""
-    folder = Path(config.output_dir) / "warm_start"
-    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
-    given = settings_from_file(sft_train.Config, config.warm_start)
-    how = {"resume": config.resume, "resume_anyway": config.resume_anyway, "overwrite_output_dir": not config.resume}
-    sft = sft_train.Config(**{**shared, **given, "output_dir": str(folder), **how})
+    folder, sft = Path(config.output_dir) / "warm_start", warm_start_settings(config)
     note, settings = folder / "warm_start.json", {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE}
     whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
     if not largest(whole):
@@ -395,7 +405,8 @@ def score(functions, sampled, config, step, gather=lambda values: []):
     """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
     problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
     columns = reward_columns(problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format)
-    sampled.rewards, sampled.parts = compute_rewards(functions, step=step + 1, timeout=config.reward_timeout, gather=gather, **columns)
+    asked = columns["prompts"], columns["completions"]
+    sampled.rewards, sampled.parts = compute_rewards(functions, *asked, step=step + 1, timeout=config.reward_timeout, gather=gather, columns=columns)
 
 
 def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):
@@ -423,6 +434,7 @@ def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all
     return all_rewards, place, replaced
 
 
+@torch.enable_grad()  # a file of rewards that runs a model of its own may have switched gradients off
 def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget):
     """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
     epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
@@ -510,7 +522,7 @@ def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, conf
         "truncated": mean["truncated"],
     }
     if rollout.mix is not None:
-        metrics |= {"thinking_paths": mean["thinking"] / max(mean["alive"], 1.0), "input_change": mean["change"] / max(mean["listening"], 1.0)}
+        metrics |= {"thinking_paths": mean["thinking"] / (mean["alive"] or 1.0), "input_change": mean["change"] / (mean["listening"] or 1.0)}
     return metrics
 
 

@@ -40,6 +40,10 @@ def refuse_used(config):
         raise SettingError("output_dir", config.output_dir, "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true")
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SettingError("output_dir", config.output_dir, "is a file, or lies under one: give a folder")
+    in_the_way = [name for name in (*LOGS, FINISHED, "run_config.yaml", "config.json", "model.safetensors") if (folder / name).is_dir()]
+    in_the_way += [name for name in (".saving", "best") if (folder / name).is_file()]
+    if in_the_way:
+        raise SettingError("output_dir", config.output_dir, f"holds a {in_the_way[0]} of another kind, which is in the way: move it, or choose another folder")
 
 
 def open_output(config, accelerator):

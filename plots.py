@@ -255,6 +255,9 @@ def main():
     parser.add_argument("runs", nargs="+", help="folders that grpo_train.py or sft_train.py wrote")
     parser.add_argument("--out", help="where the figure goes (default: into the first)")
     args = parser.parse_args()
+    for run in args.runs:
+        if not (Path(run) / "metrics.jsonl").exists():
+            parser.error(f"{run} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote")
     names = [Path(run).resolve().name for run in args.runs]
     names = names if len(set(names)) == len(names) else args.runs
     out = Path(args.out or args.runs[0])

@@ -91,6 +91,7 @@ def start_processes(config):
     """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
     end_with_parent()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)  # a first step may be one that is not taken
     no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
     torch.manual_seed(config.seed)

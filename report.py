@@ -102,7 +102,9 @@ def read_evaluations(path):
     for _, _, row in read_lines(path):
         if row["step"] in steps:
             shared = {"id": row["example_id"], "question": row["question"], "answer": row["answer"]}
-            question = questions.setdefault(row["example_id"], shared | {name: [None] * len(steps) for name in ("right", "extracted", "texts")})
+            question = questions.setdefault(
+                (row["example_id"], row["question"]), shared | {name: [None] * len(steps) for name in ("right", "extracted", "texts")}
+            )
             for name, value in (("right", row["right"]), ("extracted", row.get("extracted")), ("texts", row["completion"])):
                 question[name][steps.index(row["step"])] = value
     return {"steps": steps, "questions": list(questions.values())}

@@ -315,19 +315,20 @@ def reward_columns(problems, texts, completion_ids, answer_format):
     )
 
 
-def compute_rewards(functions, prompts, completions, step=None, gather=list, timeout=0.0, **columns):
+def compute_rewards(functions, prompts, completions, step=None, gather=list, timeout=0.0, columns=None, **more):
     """Totals (N) = sum of weight * value, and each function's own values by name; raises RewardError rather than broadcast or guess.
 
     None means "abstains"; a completion for which every function abstains has total NaN, which the training loop leaves out. A function
     that abstains everywhere is an error; `gather` makes everywhere mean all processes (a list of one's own values -> those of all). `timeout`: seconds
-    that a function may take.
+    that a function may take. `columns`: a dict of what the functions get besides; in `more` no name of data may be that of an argument here.
     """
+    columns = {**(columns or {}), **more, "prompts": prompts, "completions": completions}
     parts = {}
     totals = [math.nan] * len(completions)
     for function, weight in functions:
         name = getattr(function, "__name__", type(function).__name__)
         where = f"reward function {name}" + ("" if step is None else f" at step {step}")
-        values = _call(function, dict(prompts=prompts, completions=completions, **columns), where, timeout) if completions else []
+        values = _call(function, columns, where, timeout) if completions else []
         if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
             values = values.tolist()
         if not isinstance(values, list | tuple):

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from checkpoint import Checkpoints, Stop, check_bad_steps, leave
-from config import TrainConfig, parse_config, run_main, setting, template_kwargs
+from config import TrainConfig, check, parse_config, run_main, setting, template_kwargs
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from memory import TokenBudget, within_memory
@@ -60,6 +60,10 @@ class Config(TrainConfig):
     unique_train_examples: int | None = setting(None, "train on the first N problems only (default: all)")
     eval_problems: int = setting(0, "held-out problems, cut from the training split by hash; 0: none")
     eval_every: int = setting(0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, "unique_train_examples", lambda v: v is None or v >= 1, "must be at least 1")
 
 
 def responses(problems, tokenizer, config):
@@ -128,7 +132,8 @@ def run(config, accelerator, stop):
         refresh(sampler, policy)
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
 
-    for step in range(done["step"], total):
+    out_of_patience = config.patience and done["since_best"] >= config.patience  # a run that was stopped, or killed, after the evaluation that ends it
+    for step in range(done["step"], done["step"] if out_of_patience else total):
         if stop.agreed():
             leave(stop, checkpoints, done if done["step"] > saved else None)
         watch = Stopwatch(accelerator.device)

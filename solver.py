@@ -8,14 +8,16 @@ print(solve("A pen costs 3 dollars. How much do 14 pens cost?", solver).answer)
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from config import SettingError, read_yaml
+from config import system_prompt as prompt_of
 from data import build_prompt
 from generation import GroupDecoder
 from rewards import ANSWER_FORMATS
-from training import load_model, load_tokenizer
+from training import check_positions, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,8 @@ def load_solver(model="grpo_finetuned_model", answer_format=None, system_prompt=
     name = answer_format or trained.get("answer_format", "xml")
     if name not in ANSWER_FORMATS:
         raise SettingError("answer_format", name, "must be one of " + ", ".join(ANSWER_FORMATS))
-    prompt_file = trained.get("system_prompt_file")
     if system_prompt is None:
-        system_prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file and Path(prompt_file).is_file() else ANSWER_FORMATS[name].system_prompt
+        system_prompt = prompt_of(SimpleNamespace(answer_format=name, system_prompt_file=trained.get("system_prompt_file")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(model, trust_remote_code)
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
@@ -65,6 +66,7 @@ def solve(question, solver, temperature=0.0, seed=0):
     tokenizer, chosen = solver.decoder.tokenizer, ANSWER_FORMATS[solver.answer_format]
     prompts = [build_prompt(tokenizer, q, solver.system_prompt, solver.chat_template_kwargs) for q in questions]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    check_positions(solver.decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
     answers = solver.decoder.complete(ids, solver.max_completion_length, temperature=temperature, seed=seed)
     solutions = []
     for q, [(row, ended)] in zip(questions, answers, strict=True):

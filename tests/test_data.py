@@ -176,6 +176,7 @@ BAD = {
     "a short row after one of two lines": ("a.csv", b'question,answer\n"Q\nR",1\nQ\n', r"line 4: has no answer"),
     "a comma without quotes": ("a.csv", b"question,answer\nQ,1\nOne, two?,3\n", r"line 3: has more cells than the header"),
     "a quote that is never closed": ("a.csv", b'question,answer\n"Q,1\nR,2\n', r"line 2: is not CSV"),
+    "a column twice": ("a.csv", b"question,answer,answer\nQ,1,2\n", r"line 1: has more than one column 'answer'"),
     "a file that is not parquet": ("a.parquet", b"PAR1 nothing", r"cannot be read as a parquet file"),
     "an unknown kind of file": ("a.txt", b"Q 1", r"ends in one of \.jsonl, \.json, \.csv, \.parquet"),
 }
@@ -205,6 +206,13 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
 
 
 # The hub
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}: is not a file"):
+        load_problems(str(tmp_path / name))
 
 
 def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monkeypatch):
@@ -383,6 +391,11 @@ REFUSES_SYSTEM = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
+
+
+def test_template_settings_that_do_not_go_together_are_one_line(tokenizer):
+    with pytest.raises(DataError, match="cannot be filled in: continue_final_message and add_generation_prompt are not compatible"):
+        build_prompt(tokenizer, "Q", "S", {"continue_final_message": True})
 
 
 def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_question(tokenizer):

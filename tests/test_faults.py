@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import grpo_train
 from config import RunError, SettingError, parse_config, run_main
@@ -62,6 +63,49 @@ def test_rewards_that_say_nothing_are_warned_of_once(start, tmp_path, capsys, pa
     assert words in printed
 
 
+def test_a_reward_that_switches_gradients_off_switches_off_its_own(start, tmp_path):
+    """The update ended in a traceback of torch's: there was nothing to take a gradient of."""
+    (tmp_path / "off.py").write_text("import torch\ntorch.set_grad_enabled(False)\ndef off(completions, **kwargs):\n    return list(range(len(completions)))\n")
+    try:
+        grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/off.py:off"], num_steps=1))
+    finally:
+        torch.set_grad_enabled(True)
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_no_memory_for_a_rollout_is_one_line(error, start, tmp_path, monkeypatch, capsys):
+    """Only the update said what would do; 100,000 problems a step ended in a traceback."""
+
+    def rollout(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(grpo_train.GroupDecoder, "rollout", rollout)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: grpo_train.train(settings_of(start, tmp_path / "out")))
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 1
+    assert "emory" in (said := capsys.readouterr().err)
+    assert "try a lower batch_size" in said
+
+
+def test_a_run_whose_output_nobody_reads_any_more_says_so_in_one_line():
+    code = "import config, time\ndef main():\n    while True:\n        print('x' * 99, flush=True)\nconfig.run_main(main)"
+    first = subprocess.Popen([sys.executable, "-c", code], cwd=Path(grpo_train.__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first.stdout.readline()
+    first.stdout.close()
+    assert first.stderr.read() == "-c: the program that read the output is gone: Broken pipe; go on with --resume true when it can be written to again\n"
+    assert first.wait() == 1
+
+
+def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(start, tmp_path, recwarn):
+    """It said that the schedule was called in the wrong order, in two lines that look like a traceback."""
+    (tmp_path / "flat.py").write_text("def flat(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], num_steps=1))
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
 # --check
 
 
@@ -84,10 +128,30 @@ def test_the_check_waits_for_a_warm_start(start, tmp_path, capsys):
     assert "a warm start comes first" in check(settings_of(start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys)
 
 
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("batch_size: 0", "batch_size=0: must be at least 1"), ("mu: 2", "no such setting")])
+def test_a_bad_warm_start_is_refused_before_anything_and_named(start, tmp_path, text, words):
+    """--check said nothing of it, and the run spoke of a `config` that nobody had given."""
+    if text is not None:
+        (tmp_path / "sft.yaml").write_text(text)
+    with pytest.raises(SettingError, match=f"^warm_start=.*{words}"):
+        settings_of(start, tmp_path / "out", warm_start=str(tmp_path / "sft.yaml"))
+
+
 def test_the_check_refuses_answers_that_no_reward_pays(start, tmp_path, capsys):
     (tmp_path / "words.jsonl").write_text(json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n")
     with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
         check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "words.jsonl")), capsys)
+
+
+def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(start, tmp_path, capsys):
+    """`3 of 3 earn nan`, where the first answer earned nothing that is a number."""
+    (tmp_path / "even.py").write_text(
+        "def even(completions, answer, **kwargs):\n    return [None if int(a) % 4 else float(a in c[0]['content']) for a, c in zip(answer, completions)]\n"
+    )
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8)))
+    printed = check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "three.jsonl"), reward=[f"{tmp_path}/even.py:even"]), capsys)
+    assert "gold answers: 2 of 3 earn 1" in printed
+    assert "train-0: '1' earns nan" in printed
 
 
 # Settings at random

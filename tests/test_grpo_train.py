@@ -385,6 +385,22 @@ def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, 
     assert (found["reward"], found["correct"], found["unique_completions"], found["frac_reward_zero_std"]) == (3.0, 0.125, 0.75, 0.5)
 
 
+def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_listened(tokenizer, prompts, monkeypatch):
+    """One input of one of two processes was blended: it counted half."""
+    config, _, out, parts = setup(tokenizer, prompts[:2])
+    out.mix, out.input_change = torch.zeros_like(out.mix), torch.zeros_like(out.input_change)
+    out.mix[0, 0, 0, 1], out.input_change[0, 0] = 1.0, 0.25
+
+    def two(values):
+        other = {**values[0], "thinking": [0], "alive": [0], "change": [0.0], "listening": [0]}
+        return [*values, other]
+
+    monkeypatch.setattr(grpo_train, "gather_object", two)
+    rewards = torch.arange(8, dtype=torch.float64)
+    found = grpo_train.rollout_metrics(parts[0], out, ["a"] * 8, [True] * 8, rewards, {"r": rewards.tolist()}, config)
+    assert found["input_change"] == pytest.approx(0.25)
+
+
 def test_signals_that_are_switched_off_are_not_handed_on():
     """nohup's SIGHUP would end what nohup was to keep."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -357,6 +358,21 @@ def test_a_solver_answers_one_question_and_many(trained, tmp_path, capsys):
     assert [(r["prompt"], r["response"]) for r in rows] == [(s.question, s.completion) for s in many]
     with pytest.raises(SettingError, match="goes with --questions"):
         parse_config(grpo_eval.Config, ["--save_jsonl", "x"])
+
+
+def test_a_solver_whose_system_prompt_is_gone_says_so(trained, tmp_path):
+    """It asked with the format's own words, which the model was not trained on, and said nothing."""
+    shutil.copytree(trained, tmp_path / "model")
+    settings = yaml.safe_load((tmp_path / "model" / "run_config.yaml").read_text())
+    (tmp_path / "model" / "run_config.yaml").write_text(yaml.safe_dump(settings | {"system_prompt_file": "gone.txt"}))
+    with pytest.raises(SettingError, match=r"system_prompt_file='gone.txt': cannot be read"):
+        load_solver(str(tmp_path / "model"))
+
+
+def test_a_question_past_the_model_s_positions_is_refused(trained):
+    """It was answered with what a model says where it has never been."""
+    with pytest.raises(SettingError, match="it passes the model's 512 positions"):
+        solve("pens " * 600, load_solver(str(trained)))
 
 
 def test_a_solution_is_told_apart_into_reasoning_and_answer(trained, monkeypatch):

@@ -15,7 +15,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from report import evenly, main, page, read_groups, summary, write_report
+import plots
+from report import evenly, main, page, read_evaluations, read_groups, summary, write_report
 from tokens import token_pieces
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
@@ -122,6 +123,26 @@ def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
     assert len(json.dumps(groups)) < written // 10
     assert len(groups) > 5
     assert taken < written
+
+
+def test_curves_of_what_is_no_run_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plots.py", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit, match="2"):
+        plots.main()
+    assert "nothing holds no metrics.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_questions_that_share_an_id_are_told_apart(tmp_path):
+    """The answers of the last were shown, and counted as gained or lost, as those of all."""
+    rows = [
+        {"step": step, "example_id": "easy", "question": q, "answer": "1", "right": right, "completion": q}
+        for step in (0, 1)
+        for q, right in (("a", True), ("b", False))
+    ]
+    write_lines(tmp_path / "evaluations.jsonl", rows)
+    found = read_evaluations(tmp_path / "evaluations.jsonl")["questions"]
+    assert [(q["question"], q["right"]) for q in found] == [("a", [True, True]), ("b", [False, False])]
 
 
 def test_a_group_that_is_being_written_is_left_out(tmp_path):

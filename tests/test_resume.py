@@ -313,6 +313,15 @@ def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
         grpo_train.train(settings_of(start, name))
 
 
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+@pytest.mark.parametrize(("name", "folder"), [("metrics.jsonl", True), ("model.safetensors", True), (".saving", False)])
+def test_what_is_in_the_way_of_a_file_of_the_run_is_named_before_any_work(name, folder, script, start, tmp_path):
+    """The first ended in a traceback, the others in one at the end of the whole training, and there was no model."""
+    (tmp_path / name).mkdir() if folder else (tmp_path / name).touch()
+    with pytest.raises(SettingError, match=f"holds a {name} of another kind, which is in the way"):
+        script.train(settings_of(start, tmp_path, script, max_completion_length=64))
+
+
 def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
     with pytest.raises(SettingError, match="holds a run already: choose another, or say --resume true"):
         grpo_train.train(settings_of(start, uninterrupted("full")))
@@ -676,6 +685,28 @@ def test_the_best_model_is_kept_and_a_run_without_progress_ends(start, tmp_path,
     assert all(torch.equal(tensor, seen["best"][name]) for name, tensor in best.items())
     assert not all(torch.equal(tensor, seen["out"][name]) for name, tensor in best.items())
     assert (tmp_path / "out" / "best" / "run_config.yaml").exists()
+
+
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_a_run_stopped_in_the_evaluation_that_ends_it_ends_with_it(script, start, tmp_path, monkeypatch):
+    """It went on to the next evaluation, with steps that the run that was not stopped does not have."""
+    evaluated, calls = script is grpo_train, []  # it evaluates before the first step as well
+
+    def accuracy(accelerator, decoder, held_out, config, stop, log, step):
+        calls.append(step)
+        if step == 2 and calls.count(2) == 1:
+            stop.number = int(signal.SIGTERM)
+            return None
+        return {"eval_accuracy": 0.5 if step <= 1 else 0.1, "eval_length": 1.0, "eval_questions": 4}
+
+    monkeypatch.setattr(script, "held_out_accuracy", accuracy)
+    monkeypatch.setattr(checkpoint, "held_out_accuracy", accuracy)
+    more = dict(max_completion_length=64, eval_every=1, patience=2 if evaluated else 1, save_every=0)
+    with pytest.raises(SystemExit):
+        script.train(settings_of(start, tmp_path / "out", script, **more))
+    script.train(settings_of(start, tmp_path / "out", script, **more, resume=True))
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "out" / "finished.json").exists()
 
 
 def test_patience_without_evaluations_is_refused():

@@ -7,10 +7,12 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from data import load_problems
+import grpo_train
+from data import Problem, load_problems
 from rewards import (
     ANSWER_FORMATS,
     REWARD_SETS,
@@ -631,3 +633,15 @@ def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
     assert columns["source"] == [None, "book"]
     assert columns["answer"] == ["1", "2"]
     assert "level" not in columns
+
+
+@pytest.mark.parametrize("name", ["step", "timeout", "gather", "functions", "columns"])
+def test_a_column_of_the_data_may_have_any_name(name):
+    """One called `step` ended the run in a traceback: compute_rewards had an argument of that name."""
+    seen, problem = {}, Problem("q", "1", more={name: 7})
+    columns = reward_columns([problem], ["x"], [[1]], "xml")
+    compute_rewards([(lambda **given: seen.update(given) or [1.0], 1.0)], columns["prompts"], columns["completions"], step=3, timeout=9.0, columns=columns)
+    assert seen[name] == [7]
+    sampled = SimpleNamespace(problems=[SimpleNamespace(problem=problem)], texts=["x", "y"], completions=[([1], True)] * 2)
+    grpo_train.score([(lambda **given: given[name], 1.0)], sampled, grpo_train.Config(num_generations=2, eval_every=0), 0)
+    assert sampled.rewards == [7.0, 7.0]

@@ -210,6 +210,23 @@ def test_an_evaluation_is_never_overwritten(saved):
         evaluate(saved, "a")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("m3po_temperature", 0.0), ("m3po_lambda", 5.0), ("temperature", math.inf), ("api_timeout", math.inf), ("save_jsonl", "/nowhere/answers.jsonl")],
+)
+def test_settings_that_gave_noise_or_a_traceback_at_the_end_are_refused(name, value):
+    """The first three were answered with, in silence; the last lost all answers when they were to be written."""
+    with pytest.raises(SettingError, match=f"^{name}="):
+        grpo_eval.Config(model="m", **{"questions": "q.txt", name: value})
+
+
+@pytest.mark.parametrize("count", [0, -5])
+def test_a_number_of_examples_that_is_none_is_refused(count):
+    """0 divided by itself, and -5 left out the last five."""
+    with pytest.raises(SettingError, match="unique_train_examples=.*must be at least 1"):
+        sft_train.Config(unique_train_examples=count)
+
+
 def test_several_greedy_answers_are_refused():
     with pytest.raises(SettingError, match="--temperature 1"):
         grpo_eval.Config(model="m", num_samples=4)
