@@ -140,11 +140,19 @@ def _csv_rows(path, text):
 
 def _json(path, text, first_line):
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise DataError(f"{path} line {first_line + error.lineno - 1}: is not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:  # an integer of more than 4,300 digits; brackets within brackets without end
+    except (ValueError, RecursionError) as error:  # an integer of more than 4,300 digits; brackets within brackets without end; a key twice
         raise DataError(f"{path} line {first_line}: cannot be read as JSON ({error})") from error
+
+
+def _once(pairs):
+    """A dict, unless a key is there twice: the last would win without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"the key {next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))!r} is there twice")
+    return made
 
 
 def _hub_rows(dataset, split):

@@ -162,6 +162,7 @@ BAD = {
     "half of a surrogate pair": ("a.jsonl", GOOD + b'{"question": "\\ud83d", "answer": "1"}\n', r"line 2: column 'question' holds half"),
     "an integer too long for Python": ("a.jsonl", GOOD + b'{"question": "Q", "answer": ' + b"9" * 5000 + b"}\n", r"line 2: cannot be read as JSON"),
     "brackets without end": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", r"line 2: cannot be read as JSON|line 2: is not JSON"),
+    "a key twice": ("a.jsonl", GOOD + b'{"question": "Q", "answer": "1", "answer": "2"}\n', r"line 2: .*the key 'answer' is there twice"),
     "bytes that are not UTF-8": ("a.jsonl", GOOD + b'{"question": "\xff"}\n', r"line 2: is not UTF-8"),
     "UTF-16": ("a.csv", "question,answer\nQ,1".encode("utf-16"), r"line 1: is not UTF-8"),
     "an empty file": ("a.jsonl", b"", r"holds no rows"),
