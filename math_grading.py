@@ -198,7 +198,7 @@ def structure(text, depth=0):
     if len(PLUS_MINUS.findall(text)) == 1:
         return "set", _members([text], depth)
     word = re.sub(TEXT, r"\1", text).strip(" ()")
-    if re.fullmatch(r"[a-zA-Z][a-zA-Z' -]{3,}", word) or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word)):
+    if re.fullmatch(r"(?=.*[a-zA-Z]{3})[a-zA-Z][a-zA-Z' -]{3,}", word) or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word)):
         word = re.sub("^(?:an?|the) (?=...)", "", " ".join(word.lower().split()))
         return REALS if word in ("all real numbers", "all reals") else ("word", word)
     sides = [part.strip() for part in RELATION.split(text)]

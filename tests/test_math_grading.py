@@ -48,7 +48,7 @@ SAME = [
     (r"\begin{pmatrix}\frac12\\[2pt]3\end{pmatrix}", r"\begin{pmatrix}0.5\\3\end{pmatrix}"),
     (r"(r,\theta)=(3,\frac{\pi}{2})", r"(3,\frac\pi2)"), ("(-∞,2) U (2,∞)", r"(-\infty,2)\cup(2,\infty)"), (r"\mathbb{R}", r"(-\infty,\infty)"),
     (r"\text{all real numbers}", r"\mathbb{R}"), ("an ellipse", r"\text{ellipse}"), (r"\text{A, C}", "C, A"), (r"\mathbf{(E)}", r"\text{(E)}"),
-    ("204 base 5", "204_5"), ("(204)_5", "204_{5}"), (r"2k\text{ cm}", "2k"),
+    ("204 base 5", "204_5"), ("(204)_5", "204_{5}"), (r"2k\text{ cm}", "2k"), ("p-q", "p - q"),
 ]  # fmt: skip
 OTHER = [
     ("(1,2)", "(2,1)"), ("[1,2]", "(1,2)"), ("(1,2]", "[1,2)"), (r"\{1,2\}", "(1,2)"), ("1,2,3", "(1,2,3)"), ("1", "1,2"), ("1,1,2", "1,2"),
@@ -69,7 +69,7 @@ OTHER = [
     (r"\text{A}\text{B}", "A"), (r"\text{(B)} \text{(C)}", "B"), (r"\text{Evelyn}\text{ or Carla}", "Evelyn"), (r"\text{A, C}", "A"),
     ("3R^2", "3r^2"), ("aA^2", "a^2A"), (r"\Delta+1", r"\delta+1"), ("9_5", "9"), ("12_5+1", "13"), ("2(3)", "5"), (r"\binom{5}{2}(3)", "13"), ("2{3}", "5"),
     (r"\tan 45", "1"), (r"\sin 30", r"\sin 30^\circ"), ("5 or more", "5"), (r"5\text{ or more}", "5"), ("more than 5", "5"),
-    (r"\text{all real numbers except 2}", r"\mathbb{R}"), (r"\sqrt2 \approx 1.41", "1.41"),
+    (r"\text{all real numbers except 2}", r"\mathbb{R}"), (r"\sqrt2 \approx 1.41", "1.41"), ("q-p", "p - q"),
 ]  # fmt: skip
 
 
