@@ -154,7 +154,7 @@ def _gold(problems, functions, config, chosen):
 
 def _paid(functions, problems, texts, config):
     columns = reward_columns([p.problem for p in problems], texts, [[0] * 8 for _ in texts], config.answer_format)
-    totals, _ = compute_rewards(functions, columns["prompts"], columns["completions"], timeout=config.reward_timeout, columns=columns)
+    totals, _ = compute_rewards(functions, columns, timeout=config.reward_timeout)
     return totals
 
 

@@ -343,12 +343,14 @@ def run_main(main):
     except (RunError, RewardError) as error:
         sys.exit(_last_words(error, 1))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE):
+        who = {errno.EPIPE: "the program that read the output is gone"} | dict.fromkeys(
+            (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), "the disk"
+        )
+        if error.errno not in who:
             raise
         if error.errno == errno.EPIPE:
             sys.stdout = open(os.devnull, "w")  # what is left to be written there would fail again at the end
-        what = error.filename or ("the program that read the output is gone" if error.errno == errno.EPIPE else "the disk")
-        sys.exit(_last_words(f"{what}: {error.strerror}; go on with --resume true when it can be written to again", 1))
+        sys.exit(_last_words(f"{error.filename or who[error.errno]}: {error.strerror}; go on with --resume true when it can be written to again", 1))
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on a card, on the CPU; the update says what it can do itself
             remedy = "try a lower batch_size, num_generations or max_completion_length, or a smaller model"

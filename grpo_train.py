@@ -30,7 +30,7 @@ from data import pad_left
 from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
 from m3po_module import SIMILARITIES, describe_interaction
 from memory import TokenBudget, free_memory, peak_gib, within_memory
-from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
+from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, out_of_patience, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, reward_columns, right_answers
 from tokens import token_pieces
@@ -248,8 +248,7 @@ def run(config, accelerator, stop):
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
     own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
 
-    out_of_patience = config.patience and done["since_best"] >= config.patience  # a run that was stopped, or killed, after the evaluation that ends it
-    for step in range(done["step"], done["step"] if out_of_patience else total):
+    for step in range(done["step"], done["step"] if out_of_patience(config, done) else total):
         first = {}
         if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0)):
             done["best"] = first["eval_accuracy"]
@@ -405,8 +404,7 @@ def score(functions, sampled, config, step, gather=lambda values: []):
     """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
     problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
     columns = reward_columns(problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format)
-    asked = columns["prompts"], columns["completions"]
-    sampled.rewards, sampled.parts = compute_rewards(functions, *asked, step=step + 1, timeout=config.reward_timeout, gather=gather, columns=columns)
+    sampled.rewards, sampled.parts = compute_rewards(functions, columns, step=step + 1, timeout=config.reward_timeout, gather=gather)
 
 
 def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):

@@ -183,13 +183,18 @@ class Trackers:
             warnings.warn(f"report_to {name}: dropped, it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
 
 
+def out_of_patience(config, done):
+    """Whether the evaluations since the best are as many as the run waits for: it ends, or was stopped or killed when it was to end."""
+    return bool(config.patience) and done["since_best"] >= config.patience
+
+
 def keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
     """Note a better held-out accuracy in `done`, and keep that model. Every process must call it; returns whether patience is at its end."""
     if evaluation is None:
         return False
     if evaluation["eval_accuracy"] <= done["best"]:
         done["since_best"] += 1
-        return bool(config.patience) and done["since_best"] >= config.patience
+        return out_of_patience(config, done)
     done |= {"best": evaluation["eval_accuracy"], "since_best": 0}
     if config.keep_best:
         state = merged_state(policy, policy.source_dtype, keep=accelerator.is_main_process)

@@ -16,6 +16,12 @@ STYLE = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9, "axes
          "grid.color": "#e6e6e6", "axes.axisbelow": True}  # fmt: skip
 
 
+def check_run(parser, folder):
+    """End with a line on a folder that is no run's."""
+    if not (Path(folder) / "metrics.jsonl").exists():
+        parser.error(f"{folder} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote")
+
+
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl; half a line at the end, which is being written, is left out."""
     lines = []
@@ -256,8 +262,7 @@ def main():
     parser.add_argument("--out", help="where the figure goes (default: into the first)")
     args = parser.parse_args()
     for run in args.runs:
-        if not (Path(run) / "metrics.jsonl").exists():
-            parser.error(f"{run} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote")
+        check_run(parser, run)
     names = [Path(run).resolve().name for run in args.runs]
     names = names if len(set(names)) == len(names) else args.runs
     out = Path(args.out or args.runs[0])

@@ -19,7 +19,7 @@ from scipy import stats
 
 from compare import mid_p
 from config import read_yaml, write_whole
-from plots import read_metrics
+from plots import check_run, read_metrics
 
 MOST_ROLLOUTS, MOST_BYTES = 2000, 10**8  # of rollouts.jsonl in one page: it opens in a second or two
 TEMPLATE = Path(__file__).with_name("report_template.html")
@@ -177,8 +177,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="folders that grpo_train.py or sft_train.py wrote")
     for run in parser.parse_args().runs:
-        if not (Path(run) / "metrics.jsonl").exists():
-            parser.error(f"{run} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote")
+        check_run(parser, run)
         print(write_report(run))
 
 

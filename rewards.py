@@ -315,15 +315,14 @@ def reward_columns(problems, texts, completion_ids, answer_format):
     )
 
 
-def compute_rewards(functions, prompts, completions, step=None, gather=list, timeout=0.0, columns=None, **more):
+def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0):
     """Totals (N) = sum of weight * value, and each function's own values by name; raises RewardError rather than broadcast or guess.
 
     None means "abstains"; a completion for which every function abstains has total NaN, which the training loop leaves out. A function
     that abstains everywhere is an error; `gather` makes everywhere mean all processes (a list of one's own values -> those of all). `timeout`: seconds
-    that a function may take. `columns`: a dict of what the functions get besides; in `more` no name of data may be that of an argument here.
+    that a function may take. `columns`: what the functions get by keyword, prompts and completions among it, as `reward_columns` makes it.
     """
-    columns = {**(columns or {}), **more, "prompts": prompts, "completions": completions}
-    parts = {}
+    parts, completions = {}, columns["completions"]
     totals = [math.nan] * len(completions)
     for function, weight in functions:
         name = getattr(function, "__name__", type(function).__name__)

@@ -17,7 +17,7 @@ from config import TrainConfig, check, parse_config, run_main, setting, template
 from data import DataError, chat_eos_id, pad_left, pad_right
 from generation import GroupDecoder, Rollout
 from memory import TokenBudget, within_memory
-from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, refuse_used, start_logs
+from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, out_of_patience, refuse_used, start_logs
 from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
 from rewards import ANSWER_FORMATS
 from training import (
@@ -132,8 +132,7 @@ def run(config, accelerator, stop):
         refresh(sampler, policy)
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
 
-    out_of_patience = config.patience and done["since_best"] >= config.patience  # a run that was stopped, or killed, after the evaluation that ends it
-    for step in range(done["step"], done["step"] if out_of_patience else total):
+    for step in range(done["step"], done["step"] if out_of_patience(config, done) else total):
         if stop.agreed():
             leave(stop, checkpoints, done if done["step"] > saved else None)
         watch = Stopwatch(accelerator.device)

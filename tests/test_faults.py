@@ -15,9 +15,8 @@ import torch
 
 import grpo_train
 from config import RunError, SettingError, parse_config, run_main
-from conftest import a_model_and_problems
+from conftest import a_model_and_problems, paid
 from data import DataError
-from rewards import compute_rewards
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +34,7 @@ def settings_of(start, out, **more):
 
 def test_a_reward_that_hangs_is_named_with_its_limit_and_ends_the_process():
     code = "import time, rewards\ndef sleeps(completions, **kwargs):\n    time.sleep(30)\n"
-    code += "rewards.compute_rewards([(sleeps, 1.0)], [None] * 2, ['a', 'b'], step=4, timeout=0.2)"
+    code += "rewards.compute_rewards([(sleeps, 1.0)], dict(prompts=[None] * 2, completions=['a', 'b']), step=4, timeout=0.2)"
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(grpo_train.__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -48,7 +47,7 @@ def test_a_reward_that_is_quick_enough_gives_what_it_gives_without_a_limit():
     def pays(completions, **kwargs):
         return [float(len(c)) for c in completions]
 
-    assert compute_rewards([(pays, 2.0)], [None] * 2, ["a", "bc"], timeout=5) == compute_rewards([(pays, 2.0)], [None] * 2, ["a", "bc"])
+    assert paid([(pays, 2.0)], [None] * 2, ["a", "bc"], timeout=5) == paid([(pays, 2.0)], [None] * 2, ["a", "bc"])
 
 
 FLAT = {"0.0": "no completion has earned anything for 2 steps", "0.8": "every completion earned the same, and none was right"}

@@ -22,11 +22,11 @@ import hub
 import sft_train
 from backbones import vocab_logits
 from config import RunError, SettingError, parse_config
-from conftest import build_model
+from conftest import build_model, paid
 from data import pad_left
 from generation import GroupDecoder, Interaction, draw, rollout_uniforms
 from output import save_model
-from rewards import REWARD_SETS, compute_rewards
+from rewards import REWARD_SETS
 from solver import load_solver, readable, solve
 from training import Scorer, interaction_effect
 
@@ -421,5 +421,5 @@ def test_trl_s_own_rewards_run_unchanged_here(start, tmp_path):
     assert {"reward/accuracy_reward", "reward/think_format_reward"} <= set(metrics)
     from trl.rewards import accuracy_reward
 
-    totals, _ = compute_rewards([(accuracy_reward, 1.0)], [None], [[{"role": "assistant", "content": "\\boxed{\\frac{1}{2}}"}]], solution=["\\frac{1}{2}"])
+    totals, _ = paid([(accuracy_reward, 1.0)], [None], [[{"role": "assistant", "content": "\\boxed{\\frac{1}{2}}"}]], solution=["\\frac{1}{2}"])
     assert totals == [1.0]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_train
+from conftest import paid
 from data import Problem, load_problems
 from rewards import (
     ANSWER_FORMATS,
@@ -347,7 +348,7 @@ def constant(values, name="constant"):
 
 def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
     functions = [(constant([1.0, None, None], "a"), 2.0), (constant((True, 0.5, None), "b"), 1.0)]
-    totals, parts = compute_rewards(functions, ["p"] * 3, ["x", "y", "z"])
+    totals, parts = paid(functions, ["p"] * 3, ["x", "y", "z"])
     assert totals[:2] == [3.0, 0.5]
     assert math.isnan(totals[2])
     assert parts == {"a": [1.0, None, None], "b": [1.0, 0.5, None]}
@@ -359,33 +360,33 @@ def test_the_same_number_in_other_characters_is_right():
 
 def test_a_function_may_abstain_for_all_completions_of_one_process():
     """Where those of another were scored: `gather` gives the values of both."""
-    totals, _ = compute_rewards([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: [*values, 1.0])
+    totals, _ = paid([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: [*values, 1.0])
     assert all(map(math.isnan, totals))
     with pytest.raises(RewardError, match="None for all 4 completions"):
-        compute_rewards([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: values + values)
+        paid([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: values + values)
 
 
 def test_a_reward_function_receives_the_columns_by_keyword():
     seen = {}
-    compute_rewards([(lambda **columns: seen.update(columns) or [0.0], 1.0)], ["p"], ["c"], step=3, answer=["7"], answer_format="hash")
+    paid([(lambda **columns: seen.update(columns) or [0.0], 1.0)], ["p"], ["c"], step=3, answer=["7"], answer_format="hash")
     assert seen == dict(prompts=["p"], completions=["c"], answer=["7"], answer_format="hash")
 
 
 def test_functions_of_one_name_keep_their_own_values():
     functions = [(constant([1.0], "f_2"), 1.0), (constant([2.0], "f"), 1.0), (constant([3.0], "f"), 1.0)]
-    totals, parts = compute_rewards(functions, ["p"], ["c"])
+    totals, parts = paid(functions, ["p"], ["c"])
     assert totals == [6.0]
     assert sorted(v for values in parts.values() for v in values) == [1.0, 2.0, 3.0]
-    assert list(compute_rewards(functions[1:], ["p"], ["c"])[1]) == ["f", "f_2"]
+    assert list(paid(functions[1:], ["p"], ["c"])[1]) == ["f", "f_2"]
 
 
 def test_numpy_and_torch_values_are_accepted():
     np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     for values in (np.array([1, 2]), torch.tensor([1.0, 2.0]), [np.float32(1), torch.tensor(2)]):
-        assert compute_rewards([(constant(values), 1.0)], ["p"] * 2, ["x", "y"])[0] == [1.0, 2.0]
+        assert paid([(constant(values), 1.0)], ["p"] * 2, ["x", "y"])[0] == [1.0, 2.0]
     for values in (torch.tensor(1.0), torch.ones(2, 2), [torch.ones(2), 1.0]):
         with pytest.raises(RewardError, match="constant"):
-            compute_rewards([(constant(values), 1.0)], ["p"] * 2, ["x", "y"])
+            paid([(constant(values), 1.0)], ["p"] * 2, ["x", "y"])
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_numpy_and_torch_values_are_accepted():
 )
 def test_what_cannot_be_a_reward_is_one_line_that_names_the_function_and_the_step(values, message):
     with pytest.raises(RewardError, match=message) as caught:
-        compute_rewards([(constant(values, "mine"), 1.0)], ["p"] * 2, ["first", [{"content": "second\nline " + "y" * 999}]], step=12)
+        paid([(constant(values, "mine"), 1.0)], ["p"] * 2, ["first", [{"content": "second\nline " + "y" * 999}]], step=12)
     text = str(caught.value)
     assert text.startswith("reward function mine at step 12 ")
     assert "\n" not in text
@@ -420,7 +421,7 @@ def test_a_function_that_raises_is_named_with_the_completion_it_raises_on():
         return [float(int(c)) + len(a) for c, a in zip(completions, answer, strict=True)]
 
     with pytest.raises(RewardError, match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$") as caught:
-        compute_rewards([(picky, 1.0)], ["p"] * 3, ["1", "b\na", "3"], step=4, answer=["7"] * 3)
+        paid([(picky, 1.0)], ["p"] * 3, ["1", "b\na", "3"], step=4, answer=["7"] * 3)
     assert isinstance(caught.value.__cause__, ValueError)
     assert "\n" not in str(caught.value)
 
@@ -434,7 +435,7 @@ def test_a_function_that_leaves_by_sys_exit_is_a_failure_and_not_the_end_of_a_fi
         return [0.0] * len(completions)
 
     with pytest.raises(RewardError, match=r"^reward function leaves raised SystemExit: 0 on completion 'b'$"):
-        compute_rewards([(leaves, 1.0)], [None] * 2, ["a", "b"])
+        paid([(leaves, 1.0)], [None] * 2, ["a", "b"])
 
 
 def test_what_a_function_does_to_its_arguments_reaches_no_other_function_and_no_log():
@@ -452,7 +453,7 @@ def test_what_a_function_does_to_its_arguments_reaches_no_other_function_and_no_
         return [len(c[0]["content"]) + 10 * len(i) + 100 * int(a) for c, i, a in zip(completions, completion_ids, answer, strict=True)]
 
     completions, ids = [[{"role": "assistant", "content": text}] for text in ("a", "bcd")], [[5], [6, 7]]
-    _, parts = compute_rewards([(spoils, 1.0), (reads, 1.0)], [None] * 2, completions, completion_ids=ids, answer=["1", "2"])
+    _, parts = paid([(spoils, 1.0), (reads, 1.0)], [None] * 2, completions, completion_ids=ids, answer=["1", "2"])
     assert parts == {"spoils": [1.0, 2.0], "reads": [111.0, 223.0]}
     assert ids == [[5], [6, 7]]
 
@@ -467,9 +468,9 @@ def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight(
         return [3.0] * len(completions)
 
     with pytest.raises(RewardError, match=r"^reward function pays returned 1e\+308, too large to compare with others \(at most 1e\+30\), for completion 'a'$"):
-        compute_rewards([(pays, 1.0)], [None], ["a"])
+        paid([(pays, 1.0)], [None], ["a"])
     with pytest.raises(RewardError, match=r"^reward function counts: 3 times its weight 1e\+30 is too large"):
-        compute_rewards([(counts, 1e30)], [None], ["a"])
+        paid([(counts, 1e30)], [None], ["a"])
 
 
 def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_completion():
@@ -477,7 +478,7 @@ def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_
         return [1.0 / (len(completions) == 1)]
 
     with pytest.raises(RewardError, match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$"):
-        compute_rewards([(together, 1.0)], ["p"] * 2, ["x", "y"])
+        paid([(together, 1.0)], ["p"] * 2, ["x", "y"])
 
 
 # Reward functions in files
@@ -498,7 +499,7 @@ def test_a_reward_is_loaded_from_a_file_with_its_weight_and_sys_path_stays(rewar
     function, weight = load_reward(f"{reward_file}:bonus=-0.25")
     assert (function.__name__, weight) == ("bonus", -0.25)
     assert load_reward(f"{reward_file}:bonus")[1] == 1.0
-    assert compute_rewards([(function, weight)], ["p"], ["c"])[0] == [-0.125]
+    assert paid([(function, weight)], ["p"], ["c"])[0] == [-0.125]
     assert sys.path == before
 
 
@@ -640,7 +641,7 @@ def test_a_column_of_the_data_may_have_any_name(name):
     """One called `step` ended the run in a traceback: compute_rewards had an argument of that name."""
     seen, problem = {}, Problem("q", "1", more={name: 7})
     columns = reward_columns([problem], ["x"], [[1]], "xml")
-    compute_rewards([(lambda **given: seen.update(given) or [1.0], 1.0)], columns["prompts"], columns["completions"], step=3, timeout=9.0, columns=columns)
+    compute_rewards([(lambda **given: seen.update(given) or [1.0], 1.0)], columns, step=3, timeout=9.0)
     assert seen[name] == [7]
     sampled = SimpleNamespace(problems=[SimpleNamespace(problem=problem)], texts=["x", "y"], completions=[([1], True)] * 2)
     grpo_train.score([(lambda **given: given[name], 1.0)], sampled, grpo_train.Config(num_generations=2, eval_every=0), 0)
