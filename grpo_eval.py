@@ -23,17 +23,27 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from api import complete, connect
-from compare import Side, compare, compare_two, over_questions, sampled_statistics
-from config import SettingError, check, check_prompting, parse_config, read_yaml, resolved, run_main, setting, system_prompt, template_kwargs, write_whole
-from data import QUESTION, DataError, EncodedProblem, encode_prompts, pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from answers.formats import ANSWER_FORMATS, extract_answer
+from answers.numbers import last_number, parse_number
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.server import complete, connect
+from errors import DataError, SettingError
+from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
+from learning.parallel import shard
 from m3po_module import SIMILARITIES
-from plots import draw_comparison, draw_evaluation, or_warn
-from processes import end_with_parent, launch, shard, starts_processes
-from rewards import ANSWER_FORMATS, combined_reward, extract_answer, last_number, parse_number, right_answers
+from problems.problem import EncodedProblem
+from problems.prompts import encode_prompts, problems_of, system_prompt, template_kwargs
+from problems.sources import QUESTION
+from reporting.comparison import Side, compare, compare_two
+from reporting.files import read_yaml, write_whole
+from reporting.plots import draw_comparison, draw_evaluation, or_warn
+from reporting.statistics import over_questions, sampled_statistics
+from rewards import combined_reward, right_answers
+from running.launching import end_with_parent, launch, starts_processes
+from running.parsing import parse_config, run_main
+from running.settings import check, check_prompting, resolved, setting
 from solver import load_solver, readable, solve
-from training import check_positions, load_model, load_tokenizer, problems_of, rollout_dtype
 
 # Settings that decide what the model reads: taken from the run_config.yaml beside the model, unless they are given.
 FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "grading": "number", "system_prompt_file": None,
@@ -41,8 +51,21 @@ FROM_TRAINING = {"dataset": "gsm8k", "answer_format": "xml", "grading": "number"
                  "answer_column": None, "solution_column": None, "max_prompt_length": 512, "max_completion_length": 400, "seed": 42,
                  "m3po_lambda": 0.1, "m3po_temperature": 0.1, "m3po_similarity": "distribution"}  # fmt: skip
 
+
 # Settings that do not change what is answered: an interrupted evaluation may go on with others.
-FREE = {"output_dir", "name", "batch_size", "num_processes", "torch_compile", "api", "api_at_once", "api_timeout", "trust_remote_code", "versions", "commit"}
+FREE = {
+    "output_dir",
+    "name",
+    "batch_size",
+    "num_processes",
+    "torch_compile",
+    "api",
+    "api_at_once",
+    "api_timeout",
+    "trust_remote_code",
+    "versions",
+    "commit",
+}
 
 
 @dataclass(frozen=True)
@@ -58,34 +81,61 @@ class Config:
     solution_column: str | None = setting(None, "column of the worked solution")
     answer_format: str | None = setting(None, "how answers are written: " + ", ".join(ANSWER_FORMATS))
     grading: str | None = setting(None, "what is right: number or math, as for grpo_train.py")
-    system_prompt_file: str | None = setting(None, "a text file to use instead of the format's own system prompt")
+    system_prompt_file: str | None = setting(
+        None, "a text file to use instead of the format's own system prompt"
+    )
     chat_template_kwargs: str | None = setting(None, "JSON object handed to the chat template")
-    by: list[str] | None = setting(None, "columns of the data to report accuracy by, beside subject and level")
-    max_prompt_length: int | None = setting(None, "longer prompts are skipped and counted; they count as wrong")
+    by: list[str] | None = setting(
+        None, "columns of the data to report accuracy by, beside subject and level"
+    )
+    max_prompt_length: int | None = setting(
+        None, "longer prompts are skipped and counted; they count as wrong"
+    )
     max_completion_length: int | None = setting(None, "tokens an answer may have")
     ask: str | None = setting(None, "answer this one question instead, readably")
-    questions: str | None = setting(None, "answer every question of a file instead: one a line, or JSON lines with a question or prompt")
-    save_jsonl: str | None = setting(None, "with --questions: write prompts and answers there, one JSON object a line, as sft_train.py reads them")
-    compare: list[str] | None = setting(None, "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of one side")
+    questions: str | None = setting(
+        None, "answer every question of a file instead: one a line, or JSON lines with a question or prompt"
+    )
+    save_jsonl: str | None = setting(
+        None,
+        "with --questions: write prompts and answers there, one JSON object a line, as sft_train.py reads them",
+    )
+    compare: list[str] | None = setting(
+        None,
+        "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of one side",
+    )
     num_samples: int = setting(1, "answers a question, with a temperature above 0")
-    api: str | None = setting(None, "ask an OpenAI-compatible server at this base URL instead of loading a model; its key from OPENAI_API_KEY")
+    api: str | None = setting(
+        None,
+        "ask an OpenAI-compatible server at this base URL instead of loading a model; its key from OPENAI_API_KEY",
+    )
     api_model: str | None = setting(None, "name of the model there (default: the only one it has)")
     api_at_once: int = setting(32, "requests in flight")
     api_timeout: float = setting(300.0, "seconds one request may take")
-    m3po: bool = setting(False, "also decode the samples of each question as paths that interact, as in training, with the same draws")
+    m3po: bool = setting(
+        False,
+        "also decode the samples of each question as paths that interact, as in training, with the same draws",
+    )
     m3po_lambda: float | None = setting(None, "with m3po: as for grpo_train.py")
     m3po_temperature: float | None = setting(None, "with m3po: as for grpo_train.py")
     m3po_similarity: str | None = setting(None, "with m3po: as for grpo_train.py")
     temperature: float = setting(0.0, "0: greedy")
     top_p: float = setting(1.0, "sample from the smallest set of tokens of this probability")
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: all")
-    batch_size: int | None = setting(None, "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)")
+    batch_size: int | None = setting(
+        None, "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)"
+    )
     seed: int | None = setting(None, "seeds the draws of sampling")
     bf16: bool = setting(True, "bf16 on CUDA")
-    torch_compile: bool = setting(True, "on CUDA: compile the decoder's step (half a minute, then faster); false pays for a few questions only")
+    torch_compile: bool = setting(
+        True,
+        "on CUDA: compile the decoder's step (half a minute, then faster); false pays for a few questions only",
+    )
     output_dir: str = setting("eval_runs", "the run goes into a folder of its own in here")
     name: str | None = setting(None, "name of that folder (default: model, data set, split and time)")
-    num_processes: int | None = setting(None, "processes to start on this machine (default: one a visible GPU, one on the CPU)")
+    num_processes: int | None = setting(
+        None, "processes to start on this machine (default: one a visible GPU, one on the CPU)"
+    )
     trust_remote_code: bool = setting(False, "run code that comes with a model")
 
     def __post_init__(self):
@@ -94,10 +144,23 @@ class Config:
         for name, default in FROM_TRAINING.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, trained.get(name, default))
-        if Path(self.dataset).is_file() and self.dataset == trained.get("dataset") and self.split != trained.get("split"):
-            raise SettingError("dataset", self.dataset, "is the one file this model was trained on: give another --dataset, or --split train to mean it")
+        if (
+            Path(self.dataset).is_file()
+            and self.dataset == trained.get("dataset")
+            and self.split != trained.get("split")
+        ):
+            raise SettingError(
+                "dataset",
+                self.dataset,
+                "is the one file this model was trained on: give another --dataset, or --split train to mean it",
+            )
         check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
-        check(self, "max_prompt_length max_completion_length num_samples", lambda v: v >= 1, "must be at least 1")
+        check(
+            self,
+            "max_prompt_length max_completion_length num_samples",
+            lambda v: v >= 1,
+            "must be at least 1",
+        )
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
@@ -105,26 +168,42 @@ class Config:
             raise SettingError("compare", self.compare, "needs two evaluations at least")
         if self.save_jsonl and not self.questions:
             raise SettingError("save_jsonl", self.save_jsonl, "goes with --questions FILE")
-        if self.save_jsonl and (Path(self.save_jsonl).is_dir() or not Path(self.save_jsonl).absolute().parent.is_dir()):
+        if self.save_jsonl and (
+            Path(self.save_jsonl).is_dir() or not Path(self.save_jsonl).absolute().parent.is_dir()
+        ):
             raise SettingError("save_jsonl", self.save_jsonl, "must be a file in a folder that is there")
         if self.m3po and self.api:
             raise SettingError("m3po", True, "paths of a server cannot interact: load the model instead")
         check(self, "api_at_once", lambda v: v >= 1, "must be at least 1")
-        check(self, "api_timeout", lambda v: 0 < v <= 86400, "must be positive, and a day (86400) at the most")
+        check(
+            self, "api_timeout", lambda v: 0 < v <= 86400, "must be positive, and a day (86400) at the most"
+        )
         if self.m3po and self.num_samples < 2:
-            raise SettingError("m3po", True, "paths need each other: set --num_samples 8 --temperature 1, or the like")
+            raise SettingError(
+                "m3po", True, "paths need each other: set --num_samples 8 --temperature 1, or the like"
+            )
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check(self, "m3po_similarity", lambda v: v in SIMILARITIES, "must be one of " + ", ".join(SIMILARITIES))
+        check(
+            self, "m3po_similarity", lambda v: v in SIMILARITIES, "must be one of " + ", ".join(SIMILARITIES)
+        )
         if self.num_samples > 1 and self.temperature == 0:
-            raise SettingError("num_samples", self.num_samples, "greedy answers are all the same: set a temperature, such as --temperature 1")
+            raise SettingError(
+                "num_samples",
+                self.num_samples,
+                "greedy answers are all the same: set a temperature, such as --temperature 1",
+            )
         check_prompting(self)
 
 
 def check_columns(config, problems):
     there = {column for p in problems for column in p.more}
     if missing := [name for name in config.by or () if name not in there]:
-        raise SettingError("by", missing, f"the data has no such column; beside those that are read anyway there are: {', '.join(sorted(there)) or 'none'}")
+        raise SettingError(
+            "by",
+            missing,
+            f"the data has no such column; beside those that are read anyway there are: {', '.join(sorted(there)) or 'none'}",
+        )
 
 
 def as_texts(pairs, decoder):
@@ -139,7 +218,11 @@ def prompt_hash(problem):
 def grade(problems, answers, answer_format, grading="number", by=None):
     """One record a problem, with lm-evaluation-harness's names; answers: for each problem triples (text, tokens, whether it ended)."""
     written = [[text for text, _, _ in triples] for triples in answers]
-    flat = [(text, problem.problem.answer) for problem, texts in zip(problems, written, strict=True) for text in texts]
+    flat = [
+        (text, problem.problem.answer)
+        for problem, texts in zip(problems, written, strict=True)
+        for text in texts
+    ]
     scores = iter(right_answers(*map(list, zip(*flat, strict=True)), answer_format, grading))
     right = ([float(next(scores)) for _ in texts] for texts in written)
     records = []
@@ -167,7 +250,11 @@ def grade(problems, answers, answer_format, grading="number", by=None):
 def summarise(records, skipped):
     """The report's numbers. A question whose prompt was too long to ask counts as wrong."""
     missed = [0.0] * skipped
-    report = {"questions": len(records) + skipped, "skipped": skipped, "samples_per_question": len(records[0]["resps"])}
+    report = {
+        "questions": len(records) + skipped,
+        "skipped": skipped,
+        "samples_per_question": len(records[0]["resps"]),
+    }
     for name, key in (("accuracy", "strict-match"), ("accuracy_last_number", "flexible-extract")):
         scores = [statistics.fmean(r["exact_match"][key]) for r in records] + missed
         report |= {name: round(statistics.fmean(scores), 4), f"{name}_ci95": over_questions(scores)[1:]}
@@ -175,11 +262,18 @@ def summarise(records, skipped):
         groups = {}
         for r in records:
             value = r["by"][field] if field in r.get("by", ()) else r.get(field)
-            groups.setdefault("" if value is None else str(value), []).append(statistics.fmean(r["exact_match"]["strict-match"]))
+            groups.setdefault("" if value is None else str(value), []).append(
+                statistics.fmean(r["exact_match"]["strict-match"])
+            )
         if any(groups):
             named = sorted(groups.items())
             report[f"accuracy_by_{field}"] = {
-                v or "none": {"accuracy": round(statistics.fmean(s), 4), "ci95": over_questions(s)[1:], "questions": len(s)} for v, s in named
+                v or "none": {
+                    "accuracy": round(statistics.fmean(s), 4),
+                    "ci95": over_questions(s)[1:],
+                    "questions": len(s),
+                }
+                for v, s in named
             }
     if report["samples_per_question"] > 1:
         report |= sampled_statistics(records)
@@ -195,11 +289,17 @@ def summarise(records, skipped):
 
 def interacting(decoder, asked, places, config, keep):
     """For the questions at `places` `num_samples` completions of paths that look at each other, kept batch by batch; the draws are the single paths'."""
-    G, T, together = config.num_samples, config.max_completion_length, max(1, (config.batch_size or 256) // config.num_samples)
+    G, T, together = (
+        config.num_samples,
+        config.max_completion_length,
+        max(1, (config.batch_size or 256) // config.num_samples),
+    )
     uniforms = rollout_uniforms(config.seed, 0, 0, len(asked) * G, T).view(len(asked), G, T)
     for batch in (places[i : i + together] for i in range(0, len(places), together)):
         ids, mask = pad_left([asked[i].ids for i in batch], decoder.tables.pad_id)
-        pairs = decoder.rollout(ids, mask, G, T, uniforms[batch].flatten(0, 1), config.temperature, config.top_k, config.top_p).completions()
+        pairs = decoder.rollout(
+            ids, mask, G, T, uniforms[batch].flatten(0, 1), config.temperature, config.top_k, config.top_p
+        ).completions()
         for n, i in enumerate(batch):
             keep(i, as_texts(pairs[n * G : (n + 1) * G], decoder))
 
@@ -208,7 +308,9 @@ def fingerprint(model):
     """A hash of a thousand or two values of each weight: another model that was saved in the same place has another."""
     digest = hashlib.sha256()
     for weight in model.parameters():
-        digest.update(weight.detach().flatten()[:: max(1, weight.numel() // 1000)].float().cpu().numpy().tobytes())
+        digest.update(
+            weight.detach().flatten()[:: max(1, weight.numel() // 1000)].float().cpu().numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -223,7 +325,9 @@ def kept(kind, folder, asked):
                 continue
             place = row["question"]
             if place >= len(asked) or row["prompt_hash"] != prompt_hash(asked[place]):
-                raise SettingError("name", folder.name, f"{path} answers other questions or prompts: give another --name")
+                raise SettingError(
+                    "name", folder.name, f"{path} answers other questions or prompts: give another --name"
+                )
             found[place] = row["answers"]
     return found
 
@@ -248,7 +352,10 @@ def answered(kind, folder, asked, accelerator, decode):
 
         def keep(place, triples):
             own.append((place, triples))
-            file.write(json.dumps({"question": place, "prompt_hash": prompt_hash(asked[place]), "answers": triples}) + "\n")
+            file.write(
+                json.dumps({"question": place, "prompt_hash": prompt_hash(asked[place]), "answers": triples})
+                + "\n"
+            )
             file.flush()
             bar.update()
 
@@ -265,14 +372,30 @@ def evaluate(config):
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems = problems_of(config)
     check_columns(config, problems)
-    asked, skipped = encode_prompts(problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config))
+    asked, skipped = encode_prompts(
+        problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config)
+    )
     folder = new_folder(config, config.model)
-    model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
+    model = load_model(
+        config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code
+    ).eval()
     check_positions(model, asked, config)
     begin(folder, config, fingerprint(model), accelerator)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
-    decoder = GroupDecoder(model, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
-    sampling = dict(samples=config.num_samples, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+    decoder = GroupDecoder(
+        model,
+        tokenizer,
+        ANSWER_FORMATS[config.answer_format].think_end,
+        interaction,
+        compiled=config.torch_compile,
+    )
+    sampling = dict(
+        samples=config.num_samples,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
 
     def single(places, keep):
         prompts = [asked[i].ids for i in places]
@@ -291,9 +414,15 @@ def evaluate(config):
               **summarise(records, skipped), "seconds": round(seconds, 2)}  # fmt: skip
     if together is not None:
         found = grade(asked, together, config.answer_format, config.grading, config.by)
-        report["m3po"] = summarise(found, skipped) | {"against_single_paths": compare_two(Side("single paths", [records]), Side("interacting", [found]))[0]}
+        report["m3po"] = summarise(found, skipped) | {
+            "against_single_paths": compare_two(
+                Side("single paths", [records]), Side("interacting", [found])
+            )[0]
+        }
     if accelerator.is_main_process:
-        write_evaluation(folder, report, {"samples": records} | ({"samples_m3po": found} if config.m3po else {}))
+        write_evaluation(
+            folder, report, {"samples": records} | ({"samples_m3po": found} if config.m3po else {})
+        )
     return report, folder
 
 
@@ -308,7 +437,14 @@ def evaluate_server(config):
     chats = [[*system, {"role": "user", "content": p.question}] for p in problems]
     asked = [EncodedProblem(p, json.dumps(chat), []) for p, chat in zip(problems, chats, strict=True)]
     begin(folder, config, server.model, accelerator)
-    sampling = (config.num_samples, config.max_completion_length, config.temperature, config.top_p, config.seed, config.api_at_once)
+    sampling = (
+        config.num_samples,
+        config.max_completion_length,
+        config.temperature,
+        config.top_p,
+        config.seed,
+        config.api_at_once,
+    )
 
     def ask(places, keep):
         complete(server, [chats[i] for i in places], *sampling, places, keep)
@@ -325,7 +461,10 @@ def evaluate_server(config):
 
 def new_folder(config, model):
     """Where this evaluation goes; refused where a finished one is already."""
-    name = config.name or f"{Path(model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = (
+        config.name
+        or f"{Path(model).name}-{Path(config.dataset).name}-{config.split}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     folder = Path(config.output_dir) / broadcast_object_list([name])[0]  # the clocks of processes differ
     if (folder / "report.json").exists():
         raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
@@ -344,9 +483,17 @@ def begin(folder, config, answerer, accelerator):
     settings = resolved(config) | {"answerer": answerer}
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = read_yaml(folder / "run_config.yaml")
-        differ = [f"{name} {then.get(name)!r} there, {value!r} here" for name, value in settings.items() if name not in FREE and then.get(name) != value]
+        differ = [
+            f"{name} {then.get(name)!r} there, {value!r} here"
+            for name, value in settings.items()
+            if name not in FREE and then.get(name) != value
+        ]
         if differ:
-            raise SettingError("name", folder.name, f"{folder} holds an unfinished evaluation of another kind ({', '.join(differ)}): give another --name")
+            raise SettingError(
+                "name",
+                folder.name,
+                f"{folder} holds an unfinished evaluation of another kind ({', '.join(differ)}): give another --name",
+            )
     if accelerator.is_main_process:
         make_folder(folder)
         write_whole(folder / "run_config.yaml", yaml.safe_dump(settings, sort_keys=False))
@@ -370,11 +517,26 @@ def answer(config):
     )  # fmt: skip
     solutions = solve(questions, solver, config.temperature, config.seed)
     if config.save_jsonl is None:
-        print("\n\n".join((f"Question: {s.question}\n\n" if len(solutions) > 1 else "") + readable(s) for s in solutions))
+        print(
+            "\n\n".join(
+                (f"Question: {s.question}\n\n" if len(solutions) > 1 else "") + readable(s) for s in solutions
+            )
+        )
         return
-    rows = [{"prompt": s.question, "response": s.completion, "reasoning": s.reasoning, "answer": s.answer, "finished": s.finished} for s in solutions]
+    rows = [
+        {
+            "prompt": s.question,
+            "response": s.completion,
+            "reasoning": s.reasoning,
+            "answer": s.answer,
+            "finished": s.finished,
+        }
+        for s in solutions
+    ]
     write_whole(config.save_jsonl, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    print(f"{len(rows)} answers in {config.save_jsonl}, {sum(row['answer'] is None for row in rows)} of them without an answer in the format")
+    print(
+        f"{len(rows)} answers in {config.save_jsonl}, {sum(row['answer'] is None for row in rows)} of them without an answer in the format"
+    )
 
 
 def read_questions(path):
@@ -390,7 +552,9 @@ def read_questions(path):
                 row = json.loads(line)
                 line = next(row[key] for key in QUESTION if isinstance(row.get(key), str))
             except (json.JSONDecodeError, AttributeError, StopIteration) as error:
-                raise DataError(f"{path} line {number}: is not a JSON object with a {' or '.join(QUESTION)}") from error
+                raise DataError(
+                    f"{path} line {number}: is not a JSON object with a {' or '.join(QUESTION)}"
+                ) from error
         found += [line] if line else []
     if not found:
         raise DataError(f"{path}: holds no question")
@@ -417,7 +581,9 @@ def main():
     if int(os.environ.get("RANK", 0)) > 0:
         return
     low, high = report["accuracy_ci95"]
-    print(f"{report['questions']} questions in {report['seconds']} s; completions in {folder / 'samples.jsonl'}")
+    print(
+        f"{report['questions']} questions in {report['seconds']} s; completions in {folder / 'samples.jsonl'}"
+    )
     print(f"accuracy {report['accuracy']:.3f} (95% interval {low:.3f} to {high:.3f}); by the last number in the text {report['accuracy_last_number']:.3f}; "
           f"parsable {report['parsable']:.3f}; cut off {report['truncated']:.3f}; mean length {report['mean_length']}")  # fmt: skip
     if "m3po" in report:

@@ -11,9 +11,7 @@ import base64
 import dataclasses
 import json
 import math
-import os
 import statistics
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,40 +19,36 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
-import check as check_run
 import sft_train
-from backbones import send
-from checkpoint import FREE, Checkpoints, Stop, check_bad_steps, leave
-from config import SettingError, TrainConfig, check, parse_config, resolved, run_main, setting, settings_from_file, write_whole
-from data import pad_left
-from generation import GroupDecoder, Interaction, Rollout, rollout_uniforms
-from m3po_module import SIMILARITIES, describe_interaction
-from memory import TokenBudget, free_memory, peak_gib, within_memory
-from output import FINISHED, LOGS, MetricsLog, finish, keep_best, open_output, out_of_patience, refuse_used, start_logs
-from processes import check_shares, distribute, largest, launch, shard, start_processes, starts_processes
-from rewards import ANSWER_FORMATS, REWARD_SETS, compute_rewards, extract_answer, load_reward, reward_columns, right_answers
-from tokens import token_pieces
-from training import (
-    Scorer,
-    Stopwatch,
-    check_positions,
-    guarded_step,
-    held_out_accuracy,
-    interaction_effect,
-    load_model,
-    load_policy,
-    load_tokenizer,
-    make_optimizer,
-    make_scorer,
-    prepare_problems,
-    problem_batch,
-    refresh,
-    rollout_dtype,
-    steps_to_do,
-    unless_stopped,
-)
+from answers.formats import ANSWER_FORMATS, extract_answer
+from decoding.any_model import send
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, Rollout, pad_left, rollout_uniforms
+from decoding.tokens import token_pieces
+from errors import SettingError
+from learning.inspection import debug_every, explain_first_group, look_inside
+from learning.learner import guarded_step, make_optimizer
+from learning.log_probs import Scorer, make_scorer
+from learning.memory import TokenBudget, peak_gib, within_memory
+from learning.models import check_positions, load_model, load_policy, load_tokenizer, refresh, rollout_dtype
+from learning.parallel import distribute, largest, shard
+from m3po_module import SIMILARITIES
+from problems.prompts import prepare_problems
+from reporting.files import FINISHED, LOGS, write_whole
+from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
+from running import preflight
+from running.checkpoint import FREE, Checkpoints
+from running.evaluation import held_out_accuracy, unless_stopped
+from running.folder import finish, keep_best, open_output, refuse_used, start_logs
+from running.launching import check_shares, launch, start_processes, starts_processes
+from running.log import MetricsLog
+from running.parsing import parse_config, run_main, settings_from_file
+from running.run import Stop, Stopwatch, check_bad_steps, leave, out_of_patience, problem_batch, steps_to_do
+from running.settings import TrainConfig, check, resolved, setting
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
+
+
 SHOWN = {"reward": "reward", "correct": "correct", "eval_accuracy": "held-out", "completion_length": "length", "kl": "kl", "entropy": "entropy",
          "frac_reward_zero_std": "no-signal", "grad_norm": "grad", "rollout_seconds": "rollout s",
          "update_seconds": "update s", "skipped": "SKIPPED:"}  # fmt: skip
@@ -64,54 +58,106 @@ SHOWN = {"reward": "reward", "correct": "correct", "eval_accuracy": "held-out", 
 class Config(TrainConfig):
     """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400 tokens, Qwen2.5-1.5B-Instruct)."""
 
-    num_generations: int = setting(12, "G, completions of each problem; they are compared with each other, so at least 2")
+    num_generations: int = setting(
+        12, "G, completions of each problem; they are compared with each other, so at least 2"
+    )
     outer_iterations: int = setting(
         1,
         "times num_steps steps, each begun with the reference a copy of the policy (num_iterations in the original script; in TRL that means mu)",
     )
     temperature: float = setting(1.0, "sampling temperature; log-probs are taken at the same one")
-    mu: int = setting(1, "optimiser steps on each rollout; with 1 the ratio is always 1 and nothing is ever clipped")
+    mu: int = setting(
+        1, "optimiser steps on each rollout; with 1 the ratio is always 1 and nothing is ever clipped"
+    )
     beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference")
     epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon")
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
     loss_type: str = setting(
-        "grpo", "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)"
+        "grpo",
+        "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)",
     )
-    scale_rewards: str = setting("group", "group: advantages are divided by the group's standard deviation; none: they are not")
-    mask_truncated_completions: bool = setting(False, "leave completions that the length limit cut off out of the loss")
+    scale_rewards: str = setting(
+        "group", "group: advantages are divided by the group's standard deviation; none: they are not"
+    )
+    mask_truncated_completions: bool = setting(
+        False, "leave completions that the length limit cut off out of the loss"
+    )
     rollout_is: str = setting(
-        "none", "token: a token's loss counts min(pi / mu, rollout_is_cap), pi of the update's forward over mu of the sampler's; none: the ratio is only logged"
+        "none",
+        "token: a token's loss counts min(pi / mu, rollout_is_cap), pi of the update's forward over mu of the sampler's; none: the ratio is only logged",
     )
     rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS))
-    reward: list[str] | None = setting(None, "your own instead: FILE.py:function[=weight], several after one flag")
-    dynamic_sampling: int = setting(0, "groups whose rewards are all equal give way to fresh problems, in at most N extra rollouts a step; 0: they stay")
+    reward: list[str] | None = setting(
+        None, "your own instead: FILE.py:function[=weight], several after one flag"
+    )
+    dynamic_sampling: int = setting(
+        0,
+        "groups whose rewards are all equal give way to fresh problems, in at most N extra rollouts a step; 0: they stay",
+    )
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
-    warm_start: str = setting("none", "a YAML of sft_train.py that runs first, into output_dir/warm_start; what it leaves out is taken from here")
-    reward_timeout: float = setting(300.0, "seconds one reward function may take for a step's completions; 0: as long as it likes")
-    warn_after: int = setting(10, "steps after which a run that earns nothing, or only for its format, is warned of; 0: never")
-    check: bool = setting(False, "print what the run would do, what it needs and what the rewards pay, and train nothing")
-    log_groups: int = setting(1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl")
-    inspect_every: int = setting(10, "M3PO: the first group of every N-th step is read again with nobody heard, for report.html; 0: never")
-    m3po_lambda: float = setting(0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO")
+    warm_start: str = setting(
+        "none",
+        "a YAML of sft_train.py that runs first, into output_dir/warm_start; what it leaves out is taken from here",
+    )
+    reward_timeout: float = setting(
+        300.0, "seconds one reward function may take for a step's completions; 0: as long as it likes"
+    )
+    warn_after: int = setting(
+        10, "steps after which a run that earns nothing, or only for its format, is warned of; 0: never"
+    )
+    check: bool = setting(
+        False, "print what the run would do, what it needs and what the rewards pay, and train nothing"
+    )
+    log_groups: int = setting(
+        1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl"
+    )
+    inspect_every: int = setting(
+        10,
+        "M3PO: the first group of every N-th step is read again with nobody heard, for report.html; 0: never",
+    )
+    m3po_lambda: float = setting(
+        0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO"
+    )
     m3po_temperature: float = setting(0.1, "of the softmax over peers: small listens to the most alike only")
-    m3po_similarity: str = setting("distribution", "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)")
+    m3po_similarity: str = setting(
+        "distribution", "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if not self.eval_every:  # nothing is held out where nothing is evaluated, here and in the warm start
             object.__setattr__(self, "eval_problems", 0)
-        check(self, "num_generations", lambda v: v >= 2, "a completion is judged against the others of its group: give at least 2")
+        check(
+            self,
+            "num_generations",
+            lambda v: v >= 2,
+            "a completion is judged against the others of its group: give at least 2",
+        )
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
-        check(self, "temperature", lambda v: 1e-3 <= v < math.inf, "must be positive, at least 0.001 (greedy paths of one prompt are all the same)")
+        check(
+            self,
+            "temperature",
+            lambda v: 1e-3 <= v < math.inf,
+            "must be positive, at least 0.001 (greedy paths of one prompt are all the same)",
+        )
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check(self, "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after", lambda v: 0 <= v < math.inf, "must be finite and not negative")
+        check(
+            self,
+            "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after",
+            lambda v: 0 <= v < math.inf,
+            "must be finite and not negative",
+        )
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "rollout_is_cap", lambda v: 1 <= v < math.inf, "must be at least 1")
         for name, values in dict(
-            loss_type=LOSS_TYPES, scale_rewards=("group", "none"), m3po_similarity=SIMILARITIES, reward_set=tuple(REWARD_SETS), rollout_is=("none", "token")
+            loss_type=LOSS_TYPES,
+            scale_rewards=("group", "none"),
+            m3po_similarity=SIMILARITIES,
+            reward_set=tuple(REWARD_SETS),
+            rollout_is=("none", "token"),
         ).items():
             check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
         reward_functions(self)
@@ -122,17 +168,22 @@ class Config(TrainConfig):
 def reward_functions(config):
     """The (function, weight) pairs of a run."""
     try:
-        chosen = REWARD_SETS[config.reward_set] if config.reward is None else [load_reward(spec) for spec in config.reward]
+        chosen = (
+            REWARD_SETS[config.reward_set]
+            if config.reward is None
+            else [load_reward(spec) for spec in config.reward]
+        )
     except ValueError as error:
         raise SettingError("reward", config.reward, str(error)) from error
     if config.reward_weights is None:
         return chosen
     if len(config.reward_weights) != len(chosen) or not all(map(math.isfinite, config.reward_weights)):
-        raise SettingError("reward_weights", config.reward_weights, f"must be one finite weight for each of {[f.__name__ for f, _ in chosen]}")
+        raise SettingError(
+            "reward_weights",
+            config.reward_weights,
+            f"must be one finite weight for each of {[f.__name__ for f, _ in chosen]}",
+        )
     return [(function, weight) for (function, _), weight in zip(chosen, config.reward_weights, strict=True)]
-
-
-# The formulas
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
@@ -174,7 +225,9 @@ def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_len
     return mask / (num_sequences * max_completion_length)
 
 
-def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, beta=0.0, ref_logp=None, importance=None):
+def grpo_loss(
+    logp, old_logp, advantages, weights, *, epsilon, epsilon_high, beta=0.0, ref_logp=None, importance=None
+):
     """The clipped surrogate with the k3 estimate of the KL (GRPO, eq. 3 and 4): (n, T) tensors, advantages (n,) -> scalar, per-token terms.
 
     The gradient is not 0 at the first pass, although the ratio is 1 and centred advantages make the loss close to 0.
@@ -189,7 +242,11 @@ def grpo_loss(logp, old_logp, advantages, weights, *, epsilon, epsilon_high, bet
         log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
         kl = torch.exp(log_ratio) - log_ratio - 1
         per_token = per_token + beta * kl
-    terms = {"kl": kl, "clip_low": (ratio < 1 - epsilon) & (A < 0), "clip_high": (ratio > 1 + epsilon_high) & (A > 0)}
+    terms = {
+        "kl": kl,
+        "clip_low": (ratio < 1 - epsilon) & (A < 0),
+        "clip_high": (ratio > 1 + epsilon_high) & (A > 0),
+    }
     return (per_token * weights).sum(), terms
 
 
@@ -199,9 +256,6 @@ def importance_weights(old_logp, sampler_logp, cap):
     https://fengyao.notion.site/off-policy-rl
     """
     return torch.exp((old_logp - sampler_logp).clamp(-20, 20)).clamp(max=cap)
-
-
-# The loop
 
 
 def train(config):
@@ -218,13 +272,25 @@ def run(config, accelerator, stop):
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
 
-    load = dict(name=start, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    load = dict(
+        name=start, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code
+    )
     policy = load_policy(config, start, tokenizer, accelerator.device)
     sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
-    reference = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False) if config.beta > 0 else None
+    reference = (
+        load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
+        if config.beta > 0
+        else None
+    )
     check_positions(policy, problems + held_out, config)
     interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
-    decoder = GroupDecoder(sampler, tokenizer, ANSWER_FORMATS[config.answer_format].think_end, interaction, compiled=config.torch_compile)
+    decoder = GroupDecoder(
+        sampler,
+        tokenizer,
+        ANSWER_FORMATS[config.answer_format].think_end,
+        interaction,
+        compiled=config.torch_compile,
+    )
     scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
     ref_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     steps = steps_to_do(config, len(problems))
@@ -232,12 +298,24 @@ def run(config, accelerator, stop):
     optimizer, schedule = make_optimizer(policy, config, total * config.mu)
     budget = TokenBudget(config, policy)
     folder, held = open_output(config, accelerator)
-    checkpoints = Checkpoints(config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS)
-    done = checkpoints.resume(total, budget) if config.resume else None  # what is finished, and what of it is saved
+    checkpoints = Checkpoints(
+        config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS
+    )
+    done = (
+        checkpoints.resume(total, budget) if config.resume else None
+    )  # what is finished, and what of it is saved
     if done == FINISHED:
         return folder
     start_logs(config, folder, accelerator, anew=done is None)
-    done = done or {"step": 0, "place": 0, "train_seconds": 0.0, "bad_steps": 0, "evaluate": False, "best": -1.0, "since_best": 0}
+    done = done or {
+        "step": 0,
+        "place": 0,
+        "train_seconds": 0.0,
+        "bad_steps": 0,
+        "evaluate": False,
+        "best": -1.0,
+        "since_best": 0,
+    }
     saved, place, train_seconds = done["step"], done["place"], done["train_seconds"]
     refresh(sampler, policy)
     log = MetricsLog(config, folder, total, SHOWN, accelerator)
@@ -246,13 +324,21 @@ def run(config, accelerator, stop):
             f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
     if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
         checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
-    own = range(config.batch_size)[shard(config.batch_size, accelerator)]  # the groups of a batch that are this process's
+    own = range(config.batch_size)[
+        shard(config.batch_size, accelerator)
+    ]  # the groups of a batch that are this process's
 
     for step in range(done["step"], done["step"] if out_of_patience(config, done) else total):
         first = {}
-        if step == 0 and config.eval_every and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0)):
+        if (
+            step == 0
+            and config.eval_every
+            and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0))
+        ):
             done["best"] = first["eval_accuracy"]
-            log.say(f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}")
+            log.say(
+                f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}"
+            )
         watch = Stopwatch(accelerator.device)
 
         # 1. An outer iteration begins: the reference becomes a copy of the policy.
@@ -270,20 +356,30 @@ def run(config, accelerator, stop):
         # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
         score(functions, sampled, config, step, gather_object)
         all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-        given = give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step)
+        given = give_way(
+            decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step
+        )
         if given is None:
             leave(stop, checkpoints, done if done["step"] > saved else None)
         all_rewards, place, extra = given
         mine, rollout, completions, texts, rewards, parts, _ = sampled
         everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
-        advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(accelerator.device)
+        advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(
+            accelerator.device
+        )
         reward_seconds = watch.lap()
 
         # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
         learning_rate = schedule.get_last_lr()[0]
-        inside = look_inside(Scorer(sampler, decoder.tables), sampled, step, config) if accelerator.is_main_process else None
+        inside = (
+            look_inside(Scorer(sampler, decoder.tables), sampled, step, config)
+            if accelerator.is_main_process
+            else None
+        )
         watch.lap()
-        update_metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget)
+        update_metrics = update(
+            accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget
+        )
         shown = refresh(sampler, policy)
         update_seconds = watch.lap()
         train_seconds += rollout_seconds + reward_seconds + update_seconds
@@ -291,7 +387,12 @@ def run(config, accelerator, stop):
         # 5. Log, now and then evaluate and save.
         out_of_time = config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
         last = step + 1 == total or out_of_time
-        right = right_answers(texts, [p.problem.answer for p in mine for _ in range(config.num_generations)], config.answer_format, config.grading)
+        right = right_answers(
+            texts,
+            [p.problem.answer for p in mine for _ in range(config.num_generations)],
+            config.answer_format,
+            config.grading,
+        )
         metrics = {
             "step": step + 1,
             "outer_iteration": step // steps + 1,
@@ -308,14 +409,33 @@ def run(config, accelerator, stop):
             metrics["bad_examples"] = [p.problem.id for p in batch]
         if step == 0 and first:
             metrics |= {f"{name}_before": value for name, value in first.items() if name != "eval_questions"}
-        done |= {"step": step + 1, "place": place, "train_seconds": train_seconds, "bad_steps": bad, "evaluate": False, "budget": budget.state()}
+        done |= {
+            "step": step + 1,
+            "place": place,
+            "train_seconds": train_seconds,
+            "bad_steps": bad,
+            "evaluate": False,
+            "budget": budget.state(),
+        }
         if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
             evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop, log, step + 1)
             metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
             if keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
-                log.say(f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends")
+                log.say(
+                    f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends"
+                )
                 last = True
-        log_rollouts(accelerator, folder, step, decoder.tokenizer, sampled, right, advantages, config, inside and inside["alone"])
+        log_rollouts(
+            accelerator,
+            folder,
+            step,
+            decoder.tokenizer,
+            sampled,
+            right,
+            advantages,
+            config,
+            inside and inside["alone"],
+        )
         if done["evaluate"]:
             done["metrics"] = metrics
         else:
@@ -340,11 +460,21 @@ def run(config, accelerator, stop):
 
 def warm_start_settings(config):
     """The settings of the supervised run that comes first."""
-    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig) if f.name in sft_train.INHERITED}
-    how = {"resume": config.resume, "resume_anyway": config.resume_anyway, "overwrite_output_dir": not config.resume}
+    shared = {
+        f.name: getattr(config, f.name)
+        for f in dataclasses.fields(TrainConfig)
+        if f.name in sft_train.INHERITED
+    }
+    how = {
+        "resume": config.resume,
+        "resume_anyway": config.resume_anyway,
+        "overwrite_output_dir": not config.resume,
+    }
     try:
         given = settings_from_file(sft_train.Config, config.warm_start)
-        return sft_train.Config(**{**shared, **given, "output_dir": str(Path(config.output_dir) / "warm_start"), **how})
+        return sft_train.Config(
+            **{**shared, **given, "output_dir": str(Path(config.output_dir) / "warm_start"), **how}
+        )
     except SettingError as error:
         raise SettingError("warm_start", config.warm_start, str(error)) from error
 
@@ -352,7 +482,10 @@ def warm_start_settings(config):
 def warm_start(config, accelerator, stop):
     """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. With resume a half one is gone on with."""
     folder, sft = Path(config.output_dir) / "warm_start", warm_start_settings(config)
-    note, settings = folder / "warm_start.json", {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE}
+    note, settings = (
+        folder / "warm_start.json",
+        {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE},
+    )
     whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
     if not largest(whole):
         if accelerator.is_main_process:
@@ -374,7 +507,9 @@ class Sampled:
     texts: list
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # each function's own values
-    retries: list = field(default_factory=list)  # a number a group: in which extra rollout of its step it was drawn
+    retries: list = field(
+        default_factory=list
+    )  # a number a group: in which extra rollout of its step it was drawn
 
     def __iter__(self):
         return (getattr(self, f.name) for f in dataclasses.fields(self))
@@ -393,18 +528,32 @@ class Sampled:
 def sample(decoder, batch, groups, config, step, retry=0):
     """Completions for some groups of a step's batch; the draws of a row depend on its place in the batch, not on who samples it."""
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
-    uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)[list(groups)].flatten(0, 1)
+    uniforms = (
+        rollout_uniforms(config.seed, step, retry, len(batch) * G, T)
+        .view(len(batch), G, T)[list(groups)]
+        .flatten(0, 1)
+    )
     ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
     rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
     completions = rollout.completions()
-    return Sampled(problems, rollout, completions, [decoder.text(*pair) for pair in completions], retries=[retry] * len(problems))
+    return Sampled(
+        problems,
+        rollout,
+        completions,
+        [decoder.text(*pair) for pair in completions],
+        retries=[retry] * len(problems),
+    )
 
 
 def score(functions, sampled, config, step, gather=lambda values: []):
     """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
     problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
-    columns = reward_columns(problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format)
-    sampled.rewards, sampled.parts = compute_rewards(functions, columns, step=step + 1, timeout=config.reward_timeout, gather=gather)
+    columns = reward_columns(
+        problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format
+    )
+    sampled.rewards, sampled.parts = compute_rewards(
+        functions, columns, step=step + 1, timeout=config.reward_timeout, gather=gather
+    )
 
 
 def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):
@@ -421,7 +570,9 @@ def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all
             batch[i] = problems[fresh]
         place += len(dead)
         again = [i for i in dead if i in own]
-        new = unless_stopped(decoder, stop, lambda: again and sample(decoder, batch, again, config, step, retry))  # noqa: B023
+        new = unless_stopped(
+            decoder, stop, lambda: again and sample(decoder, batch, again, config, step, retry)
+        )  # noqa: B023
         if new is None:
             return None
         if again:
@@ -438,11 +589,18 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     mask = rollout.mask & rollout.ended[:, None] if config.mask_truncated_completions else rollout.mask
     signal = (mask.any(-1) & (advantages != 0)).sum()
-    *counts, signal = accelerator.reduce(torch.stack([torch.tensor(len(mask), device=mask.device), mask.sum(), signal]), "sum").tolist()  # device sync
+    *counts, signal = accelerator.reduce(
+        torch.stack([torch.tensor(len(mask), device=mask.device), mask.sum(), signal]), "sum"
+    ).tolist()  # device sync
     if counts[1] == 0 or (signal == 0 and config.beta == 0):  # Adam's momentum alone would move the weights
         for _ in range(config.mu):
             schedule.step()
-        return {"skipped": "every completion was cut off and masked" if counts[1] == 0 else "no group carries a signal", "grad_norm": 0.0}
+        return {
+            "skipped": "every completion was cut off and masked"
+            if counts[1] == 0
+            else "no group carries a signal",
+            "grad_norm": 0.0,
+        }
     weights = token_weights(mask, config.loss_type, *counts, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     sums, furthest, norms, skipped = Counter(), 0.0, [], {}
@@ -456,17 +614,37 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
             if ref_scorer is not None:
                 with torch.no_grad():
                     ref_logp[rows] = ref_scorer(rollout, chosen)[0]
-        importance = importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap) if config.rollout_is == "token" else None
+        importance = (
+            importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap)
+            if config.rollout_is == "token"
+            else None
+        )
         loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high, beta=config.beta,
                                 ref_logp=ref_logp[rows], importance=importance)  # fmt: skip
-        (loss * (counts * accelerator.num_processes)).backward()  # data parallelism averages, the loss is a sum
+        (
+            loss * (counts * accelerator.num_processes)
+        ).backward()  # data parallelism averages, the loss is a sum
         difference = (logp.detach() - rollout.logp[rows]).abs()
-        terms |= {"entropy": entropy, "logp_diff": difference if iteration == 0 else torch.zeros_like(difference)}
-        return {"loss": loss.detach(), "furthest": (difference * rollout.mask[rows]).max(), **{k: (v.detach() * mask[rows]).sum() for k, v in terms.items()}}
+        terms |= {
+            "entropy": entropy,
+            "logp_diff": difference if iteration == 0 else torch.zeros_like(difference),
+        }
+        return {
+            "loss": loss.detach(),
+            "furthest": (difference * rollout.mask[rows]).max(),
+            **{k: (v.detach() * mask[rows]).sum() for k, v in terms.items()},
+        }
 
     for iteration in range(config.mu):
         batches = within_memory(accelerator, scorer, rollout, budget, one_batch)
-        stepped, norm = guarded_step(accelerator, scorer, optimizer, schedule, torch.stack([b["loss"] for b in batches]), config.max_grad_norm)
+        stepped, norm = guarded_step(
+            accelerator,
+            scorer,
+            optimizer,
+            schedule,
+            torch.stack([b["loss"] for b in batches]),
+            config.max_grad_norm,
+        )
         norms.append(norm)
         skipped |= {} if stepped else {"skipped": "loss or gradient not finite"}
         apart = max(float(b.pop("furthest")) for b in batches)
@@ -474,15 +652,17 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
         for batch in batches:
             sums.update(batch)
     names = list(sums)
-    totals = accelerator.reduce(torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum").tolist()
+    totals = accelerator.reduce(
+        torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum"
+    ).tolist()
     tokens = config.mu * max(counts[1], 1)
-    means = {n: value / {"loss": config.mu, "logp_diff": tokens / config.mu}.get(n, tokens) for n, value in zip(names, totals, strict=True)}
+    means = {
+        n: value / {"loss": config.mu, "logp_diff": tokens / config.mu}.get(n, tokens)
+        for n, value in zip(names, totals, strict=True)
+    }
     if ref_scorer is None:
         del means["kl"]  # there is nothing to measure it against
     return {**means, "logp_diff_max": largest(furthest), "grad_norm": statistics.fmean(norms), **skipped}
-
-
-# What is logged
 
 
 def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config):
@@ -499,11 +679,26 @@ def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, conf
     if rollout.mix is not None:
         alive = rollout.mask.view(-1, G, rollout.mask.shape[1]).any(1)  # (B, T)
         listening = rollout.mix.sum(-1).permute(0, 2, 1).reshape(rollout.mask.shape) > 0  # (N, T)
-        sums = rollout.thinking.sum(), alive.sum(), rollout.input_change[listening].double().sum(), listening.sum()
-        local |= {name: [value] for name, value in zip(("thinking", "alive", "change", "listening"), torch.stack(sums).tolist(), strict=True)}
+        sums = (
+            rollout.thinking.sum(),
+            alive.sum(),
+            rollout.input_change[listening].double().sum(),
+            listening.sum(),
+        )
+        local |= {
+            name: [value]
+            for name, value in zip(
+                ("thinking", "alive", "change", "listening"), torch.stack(sums).tolist(), strict=True
+            )
+        }
     everyone = gather_object([local])
     every = {name: [value for one in everyone for value in one[name]] for name in local}
-    mean = {name: statistics.fmean(v for v in values if v is not None) if any(v is not None for v in values) else 0.0 for name, values in every.items()}
+    mean = {
+        name: statistics.fmean(v for v in values if v is not None)
+        if any(v is not None for v in values)
+        else 0.0
+        for name, values in every.items()
+    }
     scored = all_rewards[~all_rewards.isnan()]
     metrics = {
         "reward": float(scored.mean()),
@@ -520,7 +715,10 @@ def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, conf
         "truncated": mean["truncated"],
     }
     if rollout.mix is not None:
-        metrics |= {"thinking_paths": mean["thinking"] / (mean["alive"] or 1.0), "input_change": mean["change"] / (mean["listening"] or 1.0)}
+        metrics |= {
+            "thinking_paths": mean["thinking"] / (mean["alive"] or 1.0),
+            "input_change": mean["change"] / (mean["listening"] or 1.0),
+        }
     return metrics
 
 
@@ -533,7 +731,11 @@ MENDS = {
 def collapse(metrics, done, patience):
     """A warning, once, where the rewards have carried no information for `patience` steps; counts them in `done`."""
     done["nothing"] = done.get("nothing", 0) + 1 if metrics["reward"] == metrics["reward_std"] == 0 else 0
-    done["format_only"] = done.get("format_only", 0) + 1 if metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1 else 0
+    done["format_only"] = (
+        done.get("format_only", 0) + 1
+        if metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1
+        else 0
+    )
     if patience and done["nothing"] == patience:
         return f"WARNING: no completion has earned anything for {patience} steps. {MENDS['nothing']}"
     if patience and done["format_only"] == patience:
@@ -572,58 +774,35 @@ def log_rollouts(accelerator, folder, step, tokenizer, sampled, right, advantage
             "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",
         })  # fmt: skip
         if first_row + n < G * config.log_groups:
-            logps = [round(v, 4) if math.isfinite(v) else None for v in rollout.logp[n, : len(ids)].tolist()]  # JSON has no NaN
-            records[-1] |= {"tokens": ids, "pieces": token_pieces(tokenizer, ids), "logps": logps, "think_end": int(rollout.thinking[n].sum())}
+            logps = [
+                round(v, 4) if math.isfinite(v) else None for v in rollout.logp[n, : len(ids)].tolist()
+            ]  # JSON has no NaN
+            records[-1] |= {
+                "tokens": ids,
+                "pieces": token_pieces(tokenizer, ids),
+                "logps": logps,
+                "think_end": int(rollout.thinking[n].sum()),
+            }
             if rollout.mix is not None:  # (length, G) weights in 1/255
                 weights = (rollout.mix[n // G, : len(ids), n % G] * 255).round().to(torch.uint8).cpu().numpy()
                 records[-1]["mix"] = base64.b64encode(weights.tobytes()).decode()
             if alone and n < G:
-                records[-1]["alone"] = {t: tokenizer.decode([other]) for t, (i, other) in enumerate(zip(ids, alone[n], strict=True)) if i != other}
+                records[-1]["alone"] = {
+                    t: tokenizer.decode([other])
+                    for t, (i, other) in enumerate(zip(ids, alone[n], strict=True))
+                    if i != other
+                }
     records = gather_object(records)
     if accelerator.is_main_process:
         with open(folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def debug_every():
-    """M3PO_DEBUG=N: look inside the first group of every N-th step; unset or 0: never."""
-    value = os.environ.get("M3PO_DEBUG", "0") or "0"
-    if not (value.isascii() and value.isdecimal()):
-        raise SettingError("M3PO_DEBUG", value, "must be a whole number: 1 looks inside every step, 10 inside every tenth")
-    return int(value)
-
-
-def look_inside(scorer, sampled, step, config):
-    """What the paths of the first group did to each other, in the steps where somebody wants to know; None in others, and where nobody listens."""
-    wanted = any(every and step % every == 0 for every in (config.log_groups and config.inspect_every, debug_every()))
-    if sampled.rollout.mix is None or not wanted:
-        return None
-    uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], config.num_generations, config.max_completion_length)
-    try:
-        return interaction_effect(scorer, sampled.rollout, uniforms)
-    except torch.OutOfMemoryError:  # it is there to be looked at, and no run may end for it
-        warnings.warn("no memory to read a group again with nobody heard: --inspect_every 0 leaves it out", stacklevel=2)
-        free_memory()
-        return None
-
-
-def explain_first_group(decoder, rollout, inside, step, config, folder):
-    """The text of M3PO_DEBUG for the first group of this process."""
-    if inside is None:
-        return "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other" if rollout.mix is None else "M3PO_DEBUG: no memory to look inside"
-    G, inside = config.num_generations, dict(inside)
-    sampled, alone = (
-        [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows] for rows in ([i for i, _ in rollout.completions()[:G]], inside.pop("alone"))
-    )
-    text = describe_interaction(sampled, alone, rollout.mix[0], rollout.thinking[:G], rollout.input_change[:G], **inside)
-    return f"M3PO_DEBUG, step {step + 1}, first group: {text}\n  to see every token: {folder / 'report.html'}"
-
-
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
     debug_every()
     if config.check:
-        return check_run.report(config, reward_functions(config))
+        return preflight.report(config, reward_functions(config))
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

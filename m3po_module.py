@@ -28,9 +28,15 @@ def cosines(products):
 def weights_from_similarity(similarity, thinking, temperature):
     """Softmax of the similarities (B, G, G) over the *other thinking* paths: thinking (B, G) bool -> (B, G, G) float32."""
     group = thinking.shape[-1]
-    allowed = thinking[:, None, :] & thinking[:, :, None] & ~torch.eye(group, dtype=torch.bool, device=thinking.device)
+    allowed = (
+        thinking[:, None, :]
+        & thinking[:, :, None]
+        & ~torch.eye(group, dtype=torch.bool, device=thinking.device)
+    )
     scores = torch.where(allowed, similarity / temperature, torch.finfo(torch.float32).min)
-    return torch.softmax(scores, dim=-1) * allowed  # a row with nobody to listen to is uniform over nobody: all zero
+    return (
+        torch.softmax(scores, dim=-1) * allowed
+    )  # a row with nobody to listen to is uniform over nobody: all zero
 
 
 def cross_path_weights(features, thinking, temperature):
@@ -57,46 +63,23 @@ def blend(embeds, weights, lambda_blend):
 
 def apply_cross_path_interaction(current_embeds, is_thinking, lambda_blend=0.1, temperature=0.1):
     """One group, paths compared by their embeddings: (G, E), G booleans -> (G, E)."""
-    return apply_cross_path_interaction_batch(current_embeds, len(current_embeds), is_thinking, lambda_blend, temperature)
+    return apply_cross_path_interaction_batch(
+        current_embeds, len(current_embeds), is_thinking, lambda_blend, temperature
+    )
 
 
-def apply_cross_path_interaction_batch(current_embeds, num_generations, thinking_mask=None, lambda_blend=0.1, temperature=0.1):
+def apply_cross_path_interaction_batch(
+    current_embeds, num_generations, thinking_mask=None, lambda_blend=0.1, temperature=0.1
+):
     """Groups side by side, (B*G, E) in group-major order -> (B*G, E); without a mask every path thinks."""
     rows, width = current_embeds.shape
     if rows % num_generations:
         raise ValueError(f"{rows} embeddings do not make whole groups of num_generations={num_generations}")
-    thinking = torch.ones(rows, dtype=torch.bool) if thinking_mask is None else torch.as_tensor(thinking_mask, dtype=torch.bool)
+    thinking = (
+        torch.ones(rows, dtype=torch.bool)
+        if thinking_mask is None
+        else torch.as_tensor(thinking_mask, dtype=torch.bool)
+    )
     embeds = current_embeds.view(-1, num_generations, width)
     weights = cross_path_weights(embeds, thinking.to(embeds.device).view(-1, num_generations), temperature)
     return blend(embeds, weights, lambda_blend).view(rows, width)
-
-
-def describe_interaction(tokens, alone, mix, thinking, input_change, steps, similarity, divergence):
-    """Text for M3PO_DEBUG: who listened to whom in one group, and did it matter?
-
-    tokens, alone: G lists of token texts, as sampled and as the same draws would have given them had nobody been heard; mix (T, G, G);
-    thinking, input_change (G, T); similarity (steps, G, G) of the next-token distributions at the tokens `steps`; divergence (G,) mean KL.
-    """
-    G, mix, thinking = len(tokens), mix.cpu(), thinking.cpu()
-    heard = mix.sum(-1).T > 0  # (G, T): the input of this token was a blend
-    lines = [f"{G} paths; still thinking after each token: " + " ".join(map(str, thinking.sum(0).tolist()))]
-    for place, t in enumerate(steps):
-        lines.append(f"token {t + 1}: similarity of the paths' distributions | weights (row listens to column)")
-        for g in range(G):
-            row = " ".join(f"{v:4.2f}" for v in similarity[place, g].tolist()), " ".join(f"{v:4.2f}" if v else "   ." for v in mix[t, g].tolist())
-            lines.append(f"  path {g} {tokens[g][t] if t < len(tokens[g]) else '':>12.12}  {row[0]} | {row[1]}".replace("\n", "\\n"))
-    lines.append("whom each path listened to most, mean weight over the tokens where it heard somebody:")
-    for g in range(G):
-        mean = mix[heard[g], g].mean(0) if heard[g].any() else torch.zeros(G)
-        top = [f"{j} ({mean[j]:.2f})" for j in mean.argsort(descending=True, stable=True).tolist()[:3] if mean[j] > 0]
-        change = input_change.cpu()[g][heard[g]].mean() if heard[g].any() else 0.0
-        lines.append(f"  path {g}: heard somebody at {int(heard[g].sum())} of {len(tokens[g])} tokens; {', '.join(top) or 'nobody'}; "
-                     f"inputs moved by {change:.1%}, next-token distributions by {divergence[g]:.4f} nats")  # fmt: skip
-    turned = [(g, t) for g in range(G) for t in range(len(tokens[g])) if tokens[g][t] != alone[g][t]]
-    total = sum(map(len, tokens))
-    lines.append(f"did it matter? {len(turned)} of {total} tokens would have been others with the same draws and nobody heard")
-    for g, t in turned[:8]:
-        peers = [j for j in mix[t - 1, g].argsort(descending=True).tolist()[:2] if t and mix[t - 1, g, j] > 0]
-        said = ", ".join(f"path {j} said {tokens[j][t - 1]!r} ({mix[t - 1, g, j]:.2f})" for j in peers) or "nobody just before"
-        lines.append(f"  path {g}, token {t + 1}: {tokens[g][t]!r} instead of {alone[g][t]!r}, having heard: {said}")
-    return "\n".join(lines)

@@ -13,19 +13,17 @@ import sys
 import threading
 from pathlib import Path
 
-from answers import (
-    ALONE,
+from answers.formats import (
     ANSWER_FORMATS,
     SYSTEM_PROMPT,
     answer_format_named,
     completion_text,
     extract_answer,
     last_hash,
-    last_number,
-    parse_number,
-    plain_number_text,
 )
-from math_grading import all_math_equal, math_equal
+from answers.judge import all_math_equal, math_equal
+from answers.numbers import ALONE, last_number, parse_number, plain_number_text
+from errors import RewardError
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
 
@@ -34,8 +32,12 @@ def _references(answer, completions):
     """The references as trimmed texts, "" for one that cannot be used."""
     if answer is None or isinstance(answer, str) or len(answer) != len(completions):
         got = repr(answer)[:80] if answer is None or isinstance(answer, str) else f"{len(answer)} values"
-        raise ValueError(f"answer must hold one reference for each of {len(completions)} completions, got {got}")
-    missing = [a is None or (isinstance(a, float) and not math.isfinite(a)) for a in answer]  # pandas writes a missing cell as nan
+        raise ValueError(
+            f"answer must hold one reference for each of {len(completions)} completions, got {got}"
+        )
+    missing = [
+        a is None or (isinstance(a, float) and not math.isfinite(a)) for a in answer
+    ]  # pandas writes a missing cell as nan
     return ["" if gone else str(a).strip() for a, gone in zip(answer, missing, strict=True)]
 
 
@@ -51,7 +53,10 @@ def _correctness(answer, reference):
 def correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """2.0 for the same characters, 1.5 for the same number, 0.0 otherwise; an unusable reference pays nobody."""
     chosen = answer_format_named(answer_format)
-    return [_correctness(chosen.extract(c), r) for c, r in zip(completions, _references(answer, completions), strict=True)]
+    return [
+        _correctness(chosen.extract(c), r)
+        for c, r in zip(completions, _references(answer, completions), strict=True)
+    ]
 
 
 def format_reward(completions=(), answer_format="xml", **kwargs):
@@ -62,14 +67,22 @@ def format_reward(completions=(), answer_format="xml", **kwargs):
 
 def combined_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """correctness_reward + format_reward, the seed project's one number."""
-    parts = correctness_reward(prompts, completions, answer, answer_format), format_reward(completions, answer_format)
+    parts = (
+        correctness_reward(prompts, completions, answer, answer_format),
+        format_reward(completions, answer_format),
+    )
     return [sum(pair) for pair in zip(*parts, strict=True)]
 
 
 def _hash_score(completion, reference):
     text, target = completion_text(completion) or "", parse_number(reference)
     answer = last_hash(text) if text.count("####") == 1 else None
-    if answer is None or target is None or re.search(r"\*|\\[^$%]", answer) or not ALONE.fullmatch(plain_number_text(answer)):
+    if (
+        answer is None
+        or target is None
+        or re.search(r"\*|\\[^$%]", answer)
+        or not ALONE.fullmatch(plain_number_text(answer))
+    ):
         return 0.0
     return float(parse_number(answer) == target)
 
@@ -88,17 +101,20 @@ def right_answers(texts, answers, answer_format="xml", grading="number"):
     return [value > 0 for value in reward(None, texts, answers, answer_format)]
 
 
-# The multi-reward recipe
-
-
 def strict_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """2.0 for the reference's own characters, 0.0 otherwise."""
-    return [value if value == 2.0 else 0.0 for value in correctness_reward(prompts, completions, answer, answer_format)]
+    return [
+        value if value == 2.0 else 0.0
+        for value in correctness_reward(prompts, completions, answer, answer_format)
+    ]
 
 
 def int_reward(completions=(), answer_format="xml", **kwargs):
     """0.5 where the answer is an integer and nothing else."""
-    return [0.5 if re.fullmatch("[-+]?[0-9]+", extract_answer(c, answer_format) or "") else 0.0 for c in completions]
+    return [
+        0.5 if re.fullmatch("[-+]?[0-9]+", extract_answer(c, answer_format) or "") else 0.0
+        for c in completions
+    ]
 
 
 def _in_order(text, *marks):
@@ -109,7 +125,11 @@ def _in_order(text, *marks):
 
 def _strict_layout(text):
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-    if not _in_order(text, *tags) or not text.startswith("<reasoning>\n") or not text.removesuffix("\n").endswith("\n</answer>"):
+    if (
+        not _in_order(text, *tags)
+        or not text.startswith("<reasoning>\n")
+        or not text.removesuffix("\n").endswith("\n</answer>")
+    ):
         return False
     return "\n</reasoning>\n<answer>\n" in text
 
@@ -122,7 +142,12 @@ def strict_format_reward(completions=(), **kwargs):
 def _soft_layout(text):
     end = text.find("</reasoning>")
     answer = text[end + len("</reasoning>") :].lstrip()
-    return text.startswith("<reasoning>") and end >= 0 and answer.startswith("<answer>") and "</answer>" in answer
+    return (
+        text.startswith("<reasoning>")
+        and end >= 0
+        and answer.startswith("<answer>")
+        and "</answer>" in answer
+    )
 
 
 def soft_format_reward(completions=(), **kwargs):
@@ -141,9 +166,6 @@ def xmlcount_reward(completions=(), **kwargs):
     return [_xml_count(completion_text(c) or "") for c in completions]
 
 
-# The OneShotGRPO recipe
-
-
 def binary_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """1.0 for the same characters or the same number, 0.0 otherwise."""
     return [float(value > 0) for value in correctness_reward(prompts, completions, answer, answer_format)]
@@ -158,9 +180,6 @@ def xml_share_reward(completions=(), **kwargs):
     """0.025 for each of the four XML tags that is in the text."""
     tags = ANSWER_FORMATS["xml"].tags
     return [sum(tag in (completion_text(c) or "") for tag in tags) / 40 for c in completions]
-
-
-# The MATH recipe
 
 
 def math_reward(prompts=None, completions=(), answer=None, answer_format="boxed", **kwargs):
@@ -185,8 +204,20 @@ def r1_format_reward(completions=(), **kwargs):
 REWARD_SETS = {
     "grpo_m3po": [(correctness_reward, 1.0), (format_reward, 1.0)],
     "h3po": [(hash_reward, 1.0)],
-    "multi_reward": [(f, 1.0) for f in (strict_correctness_reward, int_reward, strict_format_reward, soft_format_reward, xmlcount_reward)],
-    "math": [(math_reward, 1.0), (r1_format_reward, 0.0)],  # the format is logged; without it there is no answer to find
+    "multi_reward": [
+        (f, 1.0)
+        for f in (
+            strict_correctness_reward,
+            int_reward,
+            strict_format_reward,
+            soft_format_reward,
+            xmlcount_reward,
+        )
+    ],
+    "math": [
+        (math_reward, 1.0),
+        (r1_format_reward, 0.0),
+    ],  # the format is logged; without it there is no answer to find
     "oneshot": [(binary_correctness_reward, 1.0), (numeric_reward, 1.0), (xml_share_reward, 1.0)],
 }
 
@@ -206,7 +237,9 @@ def load_reward(spec):
     if not Path(path).is_file():
         raise ValueError(f"{spec!r}: there is no file {path}")
     found = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses of the file look themselves up there
+    module = sys.modules[found.name] = importlib.util.module_from_spec(
+        found
+    )  # dataclasses of the file look themselves up there
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
@@ -219,10 +252,6 @@ def load_reward(spec):
 
 
 LARGEST_REWARD = 1e30  # squares and sums of a batch of such are finite still
-
-
-class RewardError(RuntimeError):
-    """A reward function raised, or returned something that cannot be trained on; one line that names it."""
 
 
 def _one_line(error):
@@ -249,7 +278,9 @@ def _time_limit(where, completions, seconds):
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)  # where the interpreter itself is held
+    faulthandler.dump_traceback_later(
+        seconds + 30, exit=True, file=sys.__stderr__
+    )  # where the interpreter itself is held
     try:
         yield
     finally:
@@ -270,8 +301,13 @@ def _call(function, columns, where, timeout=0.0):
     with _time_limit(where, completions, timeout):
         try:
             return function(**_own_copy(columns))
-        except (Exception, SystemExit) as error:  # the user's code, which may raise anything; sys.exit(0) in it would end the run as if it were finished
-            row = next((i for i in range(len(completions)) if _raises(function, columns, i, type(error))), None)
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # the user's code, which may raise anything; sys.exit(0) in it would end the run as if it were finished
+            row = next(
+                (i for i in range(len(completions)) if _raises(function, columns, i, type(error))), None
+            )
             shown = " on no single completion" if row is None else f" on {_quote(completions[row])}"
             if row is None and completions:
                 shown += f", the first being {_quote(completions[0])}"
@@ -281,7 +317,14 @@ def _call(function, columns, where, timeout=0.0):
 def _raises(function, columns, row, kind):
     count = len(columns["completions"])
     try:
-        function(**_own_copy({k: [v[row]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in columns.items()}))
+        function(
+            **_own_copy(
+                {
+                    k: [v[row]] if isinstance(v, list | tuple) and len(v) == count else v
+                    for k, v in columns.items()
+                }
+            )
+        )
     except (Exception, SystemExit) as error:
         return type(error) is kind
     return False
@@ -296,15 +339,22 @@ def _number(value, where, completion):
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
         number = math.nan
     if not math.isfinite(number):
-        raise RewardError(f"{where} returned {' '.join(repr(value).split())[:80]}, which is not a finite number, for {_quote(completion)}")
+        raise RewardError(
+            f"{where} returned {' '.join(repr(value).split())[:80]}, which is not a finite number, for {_quote(completion)}"
+        )
     if abs(number) > LARGEST_REWARD:
-        raise RewardError(f"{where} returned {number:g}, too large to compare with others (at most {LARGEST_REWARD:g}), for {_quote(completion)}")
+        raise RewardError(
+            f"{where} returned {number:g}, too large to compare with others (at most {LARGEST_REWARD:g}), for {_quote(completion)}"
+        )
     return number
 
 
 def reward_columns(problems, texts, completion_ids, answer_format):
     """What reward functions are given beside settings, a value a completion: problems and texts of the same length; other columns of the data too."""
-    more = {column: [p.more.get(column) for p in problems] for column in dict.fromkeys(column for p in problems for column in p.more)}
+    more = {
+        column: [p.more.get(column) for p in problems]
+        for column in dict.fromkeys(column for p in problems for column in p.more)
+    }
     return more | dict(
         prompts=[[{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
@@ -331,7 +381,9 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0):
         if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
             values = values.tolist()
         if not isinstance(values, list | tuple):
-            raise RewardError(f"{where} returned a {type(values).__name__}, not a list of {len(completions)} values")
+            raise RewardError(
+                f"{where} returned a {type(values).__name__}, not a list of {len(completions)} values"
+            )
         if len(values) != len(completions):
             raise RewardError(f"{where} returned {len(values)} values for {len(completions)} completions")
         values = [_number(v, where, c) for v, c in zip(values, completions, strict=True)]
@@ -339,11 +391,15 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0):
         if everywhere and all(v is None for v in everywhere):
             shown = f", the first of them {_quote(completions[0])}" if completions else ""
             raise RewardError(f"{where} returned None for all {len(everywhere)} completions{shown}")
-        key = next(k for k in (name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))) if k not in parts)
+        key = next(
+            k for k in (name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))) if k not in parts
+        )
         parts[key] = values
         for i, v in enumerate(values):
             if v is not None:
                 totals[i] = weight * v + (0.0 if math.isnan(totals[i]) else totals[i])
                 if abs(totals[i]) > LARGEST_REWARD:
-                    raise RewardError(f"{where}: {v:g} times its weight {weight:g} is too large to compare with others (at most {LARGEST_REWARD:g})")
+                    raise RewardError(
+                        f"{where}: {v:g} times its weight {weight:g} is too large to compare with others (at most {LARGEST_REWARD:g})"
+                    )
     return totals, parts

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import torch
 
-from config import SettingError, read_yaml
-from config import system_prompt as prompt_of
-from data import build_prompt
-from generation import GroupDecoder
-from rewards import ANSWER_FORMATS
-from training import check_positions, load_model, load_tokenizer
+from answers.formats import ANSWER_FORMATS
+from decoding.decoder import GroupDecoder
+from errors import SettingError
+from learning.models import check_positions, load_model, load_tokenizer
+from problems.prompts import build_prompt
+from problems.prompts import system_prompt as system_prompt_of
+from reporting.files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,38 @@ def load_solver(model="grpo_finetuned_model", answer_format=None, system_prompt=
     if name not in ANSWER_FORMATS:
         raise SettingError("answer_format", name, "must be one of " + ", ".join(ANSWER_FORMATS))
     if system_prompt is None:
-        system_prompt = prompt_of(SimpleNamespace(answer_format=name, system_prompt_file=trained.get("system_prompt_file")))
+        system_prompt = system_prompt_of(
+            SimpleNamespace(answer_format=name, system_prompt_file=trained.get("system_prompt_file"))
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(model, trust_remote_code)
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
-    decoder = GroupDecoder(load_model(model, tokenizer, dtype, device, trust_remote_code).eval(), tokenizer, compiled=torch_compile)
-    kwargs = json.loads(trained.get("chat_template_kwargs") or "{}") if chat_template_kwargs is None else chat_template_kwargs
-    return Solver(decoder, name, system_prompt, kwargs, max_completion_length or trained.get("max_completion_length", 400))
+    decoder = GroupDecoder(
+        load_model(model, tokenizer, dtype, device, trust_remote_code).eval(),
+        tokenizer,
+        compiled=torch_compile,
+    )
+    kwargs = (
+        json.loads(trained.get("chat_template_kwargs") or "{}")
+        if chat_template_kwargs is None
+        else chat_template_kwargs
+    )
+    return Solver(
+        decoder,
+        name,
+        system_prompt,
+        kwargs,
+        max_completion_length or trained.get("max_completion_length", 400),
+    )
 
 
 def solve(question, solver, temperature=0.0, seed=0):
     """Answer one question (a text) or several (a list): a Solution, or a list of them. Temperature 0 is greedy."""
     questions = [question] if isinstance(question, str) else list(question)
     tokenizer, chosen = solver.decoder.tokenizer, ANSWER_FORMATS[solver.answer_format]
-    prompts = [build_prompt(tokenizer, q, solver.system_prompt, solver.chat_template_kwargs) for q in questions]
+    prompts = [
+        build_prompt(tokenizer, q, solver.system_prompt, solver.chat_template_kwargs) for q in questions
+    ]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     check_positions(solver.decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
     answers = solver.decoder.complete(ids, solver.max_completion_length, temperature=temperature, seed=seed)
@@ -80,5 +99,9 @@ def solve(question, solver, temperature=0.0, seed=0):
 
 def readable(solution):
     """A solution as somebody would want to read it."""
-    answer = solution.answer if solution.answer is not None else "none" + ("" if solution.finished else " (cut off by max_completion_length)")
+    answer = (
+        solution.answer
+        if solution.answer is not None
+        else "none" + ("" if solution.finished else " (cut off by max_completion_length)")
+    )
     return f"{solution.reasoning}\n\nAnswer: {answer}"

@@ -23,24 +23,55 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from data import encode_prompts, load_problems, pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from learning.models import load_model, load_tokenizer
+from problems.prompts import encode_prompts
+from problems.sources import load_problems
 from rewards import ANSWER_FORMATS
-from training import load_model, load_tokenizer
 
 P, T = 128, 256
 SHAPES = {
-    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
-    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
-    "3b": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2),
-    "7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False),
+    "1.5b": dict(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+    ),
+    "0.5b": dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+    ),
+    "3b": dict(
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+    ),
+    "7b": dict(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
 }
 VOCABULARY, REAL = 151936, 151665  # Qwen2.5's head, and the ids its tokenizer has
 
 
 def synthetic_tokenizer():
     vocabulary = {"<eos>": 0} | {f"t{i}": i for i in range(1, REAL)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")), eos_token="<eos>", pad_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")),
+        eos_token="<eos>",
+        pad_token="<eos>",
+    )
 
 
 def build(shape, dtype=torch.bfloat16, kind=Qwen2Config):
@@ -81,14 +112,26 @@ def card_rates():
 def floor_seconds(model, rows, rates):
     """The least a decode step can take: weights, the cache at its final length and one pass of float32 logits, plus the arithmetic."""
     config, parameters = model.config, sum(p.numel() for p in model.parameters())
-    cache = rows * (P + T) * config.num_hidden_layers * 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 2
+    cache = (
+        rows
+        * (P + T)
+        * config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * config.hidden_size
+        // config.num_attention_heads
+        * 2
+    )
     return (2 * parameters + cache + rows * VOCABULARY * 4) / rates[0] + 2 * parameters * rows / rates[1]
 
 
 def rollout_case(name, decoder, prompts, G, rates, peers, emit):
     rows = prompts * G
     generator = torch.Generator().manual_seed(1)
-    ids, mask = torch.randint(1, REAL, (prompts, P), generator=generator), torch.ones(prompts, P, dtype=torch.bool)
+    ids, mask = (
+        torch.randint(1, REAL, (prompts, P), generator=generator),
+        torch.ones(prompts, P, dtype=torch.bool),
+    )
     uniforms = rollout_uniforms(0, 0, 0, rows, T).clamp(min=1e-3)
     floor = floor_seconds(decoder.model, rows, rates)
     emit(name, "floor_ms_per_step", 1e3 * floor, "ms")
@@ -115,7 +158,9 @@ def peers_case(name, model, ids, G, emit):
     repeated = ids.cuda().repeat_interleave(G, 0)
 
     def generate(length):
-        settings = dict(max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
+        settings = dict(
+            max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0
+        )
         return model.generate(repeated, attention_mask=torch.ones_like(repeated), **settings)
 
     generate(8)
@@ -123,7 +168,9 @@ def peers_case(name, model, ids, G, emit):
     seconds = clock(lambda: generate(T), 1)
     emit(name, "generate_tokens_per_s", len(repeated) * T / seconds, "tokens/s")
     emit(name, "generate_peak_gib", torch.cuda.max_memory_allocated() / 2**30, "GiB")
-    config = GenerationConfig(max_new_tokens=T, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(
+        max_new_tokens=T, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=-1, pad_token_id=0
+    )
     requests = repeated.tolist()
     seconds = clock(lambda: model.generate_batch(inputs=requests, generation_config=config), 1)
     emit(name, "continuous_batching_tokens_per_s", len(repeated) * T / seconds, "tokens/s")
@@ -134,7 +181,10 @@ def lengths_case(name, decoder, prompts, G, emit):
     rows, limit = prompts * G, 400
     generator = torch.Generator().manual_seed(2)
     lengths = torch.exp(4.670 + 0.628 * torch.randn(rows, generator=generator)).round().clamp(1, limit).long()
-    ids, mask = torch.randint(1, REAL, (prompts, P), generator=generator), torch.ones(prompts, P, dtype=torch.bool)
+    ids, mask = (
+        torch.randint(1, REAL, (prompts, P), generator=generator),
+        torch.ones(prompts, P, dtype=torch.bool),
+    )
     uniforms = rollout_uniforms(0, 0, 0, rows, limit).clamp(min=1e-3)
     ending = uniforms.scatter(1, lengths[:, None] - 1, 0.0)
     emit(name, "mean_length", float(lengths.float().mean()), "tokens")
@@ -180,7 +230,12 @@ def agreement(name, fast, plain, prompts, emit):
         k = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
         same, total = same + (len(b) if k is None else k), total + (len(b) if k is None else k + 1)
         if k is not None:
-            logp = plain.model(torch.tensor([prompt + b[:k]], device="cuda")).logits[0, -1].float().log_softmax(-1)
+            logp = (
+                plain.model(torch.tensor([prompt + b[:k]], device="cuda"))
+                .logits[0, -1]
+                .float()
+                .log_softmax(-1)
+            )
             gaps.append(float((logp[b[k]] - logp[a[k]]).abs()))
     emit(name, "greedy_agreement_with_plain", same / total, "")
     emit(name, "divergences", len(gaps), f"of {len(prompts)}")
@@ -193,12 +248,17 @@ def cpu_case(case, name, prompts, G, length, threads, emit):
     tokenizer = load_tokenizer(name)
     model = load_model(name, tokenizer, torch.float32, torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(0)
-    ids, mask = pad_left([torch.randint(5, 50, (24 + 8 * (i % 4),), generator=generator).tolist() for i in range(prompts)], tokenizer.pad_token_id)
+    ids, mask = pad_left(
+        [torch.randint(5, 50, (24 + 8 * (i % 4),), generator=generator).tolist() for i in range(prompts)],
+        tokenizer.pad_token_id,
+    )
     uniforms, rows = rollout_uniforms(0, 0, 0, prompts * G, length), prompts * G
     decoder = GroupDecoder(model, tokenizer, "</reasoning>", Interaction(0.1, 0.1))
     decoder.tables.is_eos[:] = False  # every row goes on to the limit
     repeated, kept = ids.repeat_interleave(G, 0), mask.repeat_interleave(G, 0).long()
-    sampling = dict(max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0)
+    sampling = dict(
+        max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0
+    )
     ways = {
         "tokens_per_s": lambda: decoder.rollout(ids, mask, G, length, uniforms, interact=False),
         "tokens_per_s_m3po": lambda: decoder.rollout(ids, mask, G, length, uniforms),
@@ -216,7 +276,13 @@ def gpu_cases(args, emit):
     for shape, prompts, name in (("1.5b", 8, "1.5b-8x8"), ("0.5b", 64, "0.5b-64x8")):
         gc.collect()
         torch.cuda.empty_cache()
-        decoder = GroupDecoder(build(shape), synthetic_tokenizer(), "</reasoning>", Interaction(0.1, 0.1), compiled=args.compiled == "true")
+        decoder = GroupDecoder(
+            build(shape),
+            synthetic_tokenizer(),
+            "</reasoning>",
+            Interaction(0.1, 0.1),
+            compiled=args.compiled == "true",
+        )
         rollout_case(name, decoder, prompts, 8, rates, args.peers == "true", emit)
         if shape == "0.5b":
             lengths_case(f"{name}-lengths", decoder, prompts, 8, emit)

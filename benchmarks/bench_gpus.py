@@ -58,11 +58,19 @@ def prepare(shape, folder):
     tokenizer = synthetic_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    model = build(shape, kind=LlamaConfig)  # transformers would read a Qwen2 directory with Qwen2's own tokenizer
+    model = build(
+        shape, kind=LlamaConfig
+    )  # transformers would read a Qwen2 directory with Qwen2's own tokenizer
     model.save_pretrained(folder / shape)
     tokenizer.save_pretrained(folder / shape)
     generator = torch.Generator().manual_seed(0)
-    rows = ({"question": " ".join(f"t{i}" for i in torch.randint(1, REAL, (P,), generator=generator).tolist()), "answer": "1"} for _ in range(512))
+    rows = (
+        {
+            "question": " ".join(f"t{i}" for i in torch.randint(1, REAL, (P,), generator=generator).tolist()),
+            "answer": "1",
+        }
+        for _ in range(512)
+    )
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     return sum(p.numel() for p in model.parameters())
@@ -72,19 +80,44 @@ def one_run(case, gpus, folder, steps, emit):
     """One training; returns the medians of its steps' parts."""
     shape, B, G, T, flags = CASES[case]
     out, seen = folder / f"{case}-{gpus}", []
-    work = {"batch_size": B * gpus, "num_generations": G, "max_completion_length": T, "max_prompt_length": P, "num_steps": steps, "num_processes": gpus}
-    rest = {"beta": 0.04, "eval_every": 0, "save_every": 0, "warn_after": 0, "reward": f"{folder / 'reward.py'}:chance"}
+    work = {
+        "batch_size": B * gpus,
+        "num_generations": G,
+        "max_completion_length": T,
+        "max_prompt_length": P,
+        "num_steps": steps,
+        "num_processes": gpus,
+    }
+    rest = {
+        "beta": 0.04,
+        "eval_every": 0,
+        "save_every": 0,
+        "warn_after": 0,
+        "reward": f"{folder / 'reward.py'}:chance",
+    }
     where = {"model": folder / shape, "dataset": folder / "problems.jsonl", "output_dir": out}
-    run_script("grpo_train.py", *(word for name, value in (where | work | rest).items() for word in (f"--{name}", value)), *flags, seen=seen)
+    run_script(
+        "grpo_train.py",
+        *(word for name, value in (where | work | rest).items() for word in (f"--{name}", value)),
+        *flags,
+        seen=seen,
+    )
     parts = ("rollout_seconds", "reward_seconds", "update_seconds")
     lines = [json.loads(line) for line in open(out / "metrics.jsonl")][2:]
     middle = {name: statistics.median(line[name] for line in lines) for name in parts}
     moments = [moment for moment, line in seen if line.startswith("step ")][1:]
-    middle["step_seconds"] = statistics.median(after - before for before, after in itertools.pairwise(moments))  # by the clock, logging and all
+    middle["step_seconds"] = statistics.median(
+        after - before for before, after in itertools.pairwise(moments)
+    )  # by the clock, logging and all
     middle["completions_per_s"] = B * gpus * G / middle["step_seconds"]
     middle["peak_gib"] = max(line.get("peak_gib", 0.0) for line in lines)
     for name, value in middle.items():
-        emit(f"{case} on {gpus}", name, value, {"completions_per_s": "completions/s", "peak_gib": "GiB"}.get(name, "s"))
+        emit(
+            f"{case} on {gpus}",
+            name,
+            value,
+            {"completions_per_s": "completions/s", "peak_gib": "GiB"}.get(name, "s"),
+        )
     return middle
 
 
@@ -93,8 +126,17 @@ def collectives(gpus):
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(COLLECTIVES)
         script.flush()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", script.name]
-        printed = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True).stdout
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={gpus}",
+            script.name,
+        ]
+        printed = subprocess.run(
+            command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True
+        ).stdout
         return tuple(map(float, printed.split()[-2:]))
 
 
@@ -104,12 +146,22 @@ def cost_model(case, runs, parameters, rate, emit):
     for n in (2, 4, 8):
         exchange = gradients * 2 * (n - 1) / n / ring
         emit(f"{case} on {n}", "all_reduce_seconds_predicted", exchange, "s")
-        emit(f"{case} on {n}", "speedup_predicted", n * runs[1]["step_seconds"] / (runs[1]["step_seconds"] + exchange), "")
+        emit(
+            f"{case} on {n}",
+            "speedup_predicted",
+            n * runs[1]["step_seconds"] / (runs[1]["step_seconds"] + exchange),
+            "",
+        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, nargs="+", default=[n for n in (1, 2, 4, 8) if n <= max(1, torch.cuda.device_count())])
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        default=[n for n in (1, 2, 4, 8) if n <= max(1, torch.cuda.device_count())],
+    )
     parser.add_argument("--cases", nargs="+", default=["1.5b-8x8"], choices=CASES)
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
@@ -135,7 +187,12 @@ def main():
                 if gpus > 1 and "--fsdp" not in CASES[case][4]:  # which scatters them instead
                     emit(f"{case} on {gpus}", "all_reduce_seconds", 4 * parameters / rates[gpus], "s")
                 if 1 in runs and gpus > 1:
-                    emit(f"{case} on {gpus}", "speedup", runs[gpus]["completions_per_s"] / runs[1]["completions_per_s"], "")
+                    emit(
+                        f"{case} on {gpus}",
+                        "speedup",
+                        runs[gpus]["completions_per_s"] / runs[1]["completions_per_s"],
+                        "",
+                    )
             if rates and 1 in runs:
                 cost_model(case, runs, parameters, rates[2], emit)
             write_results("bench_gpus", rows, gpus=torch.cuda.device_count())

@@ -21,16 +21,25 @@ sys.path.insert(0, str(ROOT))
 import torch
 from accelerate import Accelerator
 
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, rollout_uniforms
 from grpo_train import Config, group_advantages, update
-from memory import TokenBudget
-from training import add_adapters, make_optimizer, make_scorer, refresh
+from learning.learner import make_optimizer
+from learning.log_probs import make_scorer
+from learning.memory import TokenBudget
+from learning.models import add_adapters, refresh
 
 P = 128
 CASES = {  # shape, prompts, generations, completion tokens, settings
     "1.5b-8x8": ("1.5b", 8, 8, 256, dict(beta=0.04)),
     "original-recipe": ("1.5b", 7, 12, 400, dict(beta=0.04)),
-    "original-recipe-8bit": ("1.5b", 7, 12, 400, dict(beta=0.04, optimizer="adamw_8bit", gradient_checkpointing="on")),
+    "original-recipe-8bit": (
+        "1.5b",
+        7,
+        12,
+        400,
+        dict(beta=0.04, optimizer="adamw_8bit", gradient_checkpointing="on"),
+    ),
     "original-recipe-lora": ("1.5b", 7, 12, 400, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
     "7b-lora": ("7b", 8, 8, 256, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
 }
@@ -41,12 +50,20 @@ def our_case(case, steps, args, rates, emit):
     config = Config(model="random", batch_size=B, num_generations=G, max_completion_length=T, eval_every=0, micro_batch_tokens=args.micro_batch_tokens,
                     torch_compile=args.compiled == "true", **settings)  # fmt: skip
     accelerator, tokenizer = Accelerator(), synthetic_tokenizer()
-    policy, sampler = build(shape, torch.bfloat16 if config.lora_r else torch.float32).train(), build(shape).requires_grad_(False)
+    policy, sampler = (
+        build(shape, torch.bfloat16 if config.lora_r else torch.float32).train(),
+        build(shape).requires_grad_(False),
+    )
     reference = build(shape).requires_grad_(False)
     if config.lora_r:
         add_adapters(policy, config)
-    decoder = GroupDecoder(sampler, tokenizer, "</reasoning>", Interaction(config.m3po_lambda, config.m3po_temperature))
-    scorer, ref_scorer = make_scorer(policy, decoder.tables, config), make_scorer(reference, decoder.tables, config)
+    decoder = GroupDecoder(
+        sampler, tokenizer, "</reasoning>", Interaction(config.m3po_lambda, config.m3po_temperature)
+    )
+    scorer, ref_scorer = (
+        make_scorer(policy, decoder.tables, config),
+        make_scorer(reference, decoder.tables, config),
+    )
     optimizer, schedule = make_optimizer(policy, config, 1000)
     token_budget = TokenBudget(config, policy)
     generator = torch.Generator().manual_seed(0)
@@ -59,12 +76,21 @@ def our_case(case, steps, args, rates, emit):
         rollout = decoder.rollout(ids, mask, G, T, rollout_uniforms(0, step, 0, B * G, T).clamp(min=1e-3))
         wait()
         sampled = time.perf_counter()
-        advantages = group_advantages(torch.rand(B * G, generator=generator, dtype=torch.float64), G, "group").float().cuda()
-        metrics = update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, token_budget)
+        advantages = (
+            group_advantages(torch.rand(B * G, generator=generator, dtype=torch.float64), G, "group")
+            .float()
+            .cuda()
+        )
+        metrics = update(
+            accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, token_budget
+        )
         refresh(sampler, policy)
         wait()
         done = time.perf_counter()
-        print(f"  {case} step {step}: rollout {sampled - start:.3f} s, update {done - sampled:.3f} s, grad norm {metrics['grad_norm']:.3g}", flush=True)
+        print(
+            f"  {case} step {step}: rollout {sampled - start:.3f} s, update {done - sampled:.3f} s, grad norm {metrics['grad_norm']:.3g}",
+            flush=True,
+        )
         if step >= 2:
             laps.append((sampled - start, done - sampled))
             torch_peak = max(torch_peak, torch.cuda.max_memory_allocated())
@@ -91,7 +117,10 @@ def trl_case(case, steps, emit):
     tokenizer, seconds = synthetic_tokenizer(), []
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     generator = torch.Generator().manual_seed(0)
-    prompts = [" ".join(f"t{i}" for i in torch.randint(1, REAL, (P,), generator=generator).tolist()) for _ in range(B * (steps + 2))]
+    prompts = [
+        " ".join(f"t{i}" for i in torch.randint(1, REAL, (P,), generator=generator).tolist())
+        for _ in range(B * (steps + 2))
+    ]
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
@@ -116,7 +145,9 @@ def trl_case(case, steps, emit):
         )  # fmt: skip
         data = Dataset.from_dict({"prompt": prompts})
         torch.cuda.reset_peak_memory_stats()
-        GRPOTrainer(folder, reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
+        GRPOTrainer(
+            folder, reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+        ).train()
     emit(case, "trl_step_seconds", statistics.median(seconds[1:]), "s")
     emit(case, "trl_peak_gib", torch.cuda.max_memory_allocated() / 2**30, "GiB")
 

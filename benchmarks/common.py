@@ -20,7 +20,9 @@ def run_script(*words, env=None, echo=True, seen=None):
     """
     command = [sys.executable, *map(str, words)]
     print("$ python", *words, flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True
+    )
     last = ""
     for line in process.stdout:
         if echo:
@@ -50,13 +52,27 @@ def card():
 
 def cpu():
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if info.exists()
+        else []
+    )
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
 def shown(word):
     """An argument as a result file shows it: a folder of the machine by its last name only."""
-    return f"benchmarks/{Path(word).name}" if word == sys.argv[0] else Path(word).name if Path(word).is_absolute() else word
+    return (
+        f"benchmarks/{Path(word).name}"
+        if word == sys.argv[0]
+        else Path(word).name
+        if Path(word).is_absolute()
+        else word
+    )
 
 
 def one_line_each(result):
@@ -85,7 +101,9 @@ def write_results(name, rows, command=None, **more):
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
     result = {
         "script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command or " ".join(["python", *map(shown, sys.argv)]), "card": card(), "cpu": cpu(),
         "versions": versions, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", **more,

@@ -15,11 +15,22 @@ from tables import RESULTS, values
 
 def smooth(curve, width):
     """Mean over the last `width` steps."""
-    return [sum(curve[max(0, i - width + 1) : i + 1]) / len(curve[max(0, i - width + 1) : i + 1]) for i in range(len(curve))]
+    return [
+        sum(curve[max(0, i - width + 1) : i + 1]) / len(curve[max(0, i - width + 1) : i + 1])
+        for i in range(len(curve))
+    ]
 
 
 def main():
-    plt.rcParams.update({"svg.hashsalt": "grpo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(
+        {
+            "svg.hashsalt": "grpo",
+            "svg.fonttype": "none",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
     left, right = plt.subplots(1, 2, figsize=(8.4, 2.9), layout="constrained")[1]
     colours = {"m3po": "#1f6fb4", "grpo": "#e0812b", "shuffled": "#888888"}
     names = {"m3po": "GRPO with M3PO", "grpo": "GRPO", "shuffled": "advantages shuffled"}
@@ -27,9 +38,17 @@ def main():
         kind = case.split("-")[1]
         label = names.pop(kind, None)
         left.plot(range(1, len(curve) + 1), smooth(curve, 20), color=colours[kind], lw=1.2, label=label)
-    left.set(title="Embedded job, three seeds, two CPU cores", xlabel="step", ylabel="share of sampled answers right", ylim=(0, 1))
+    left.set(
+        title="Embedded job, three seeds, two CPU cores",
+        xlabel="step",
+        ylabel="share of sampled answers right",
+        ylim=(0, 1),
+    )
     left.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.1))
-    correct = [json.loads(line)["correct"] for line in (RESULTS / "gsm8k_h100_metrics.jsonl").read_text().splitlines()]
+    correct = [
+        json.loads(line)["correct"]
+        for line in (RESULTS / "gsm8k_h100_metrics.jsonl").read_text().splitlines()
+    ]
     right.plot(range(1, len(correct) + 1), correct, color=colours["m3po"], lw=0.8, alpha=0.4)
     right.plot(range(1, len(correct) + 1), smooth(correct, 5), color=colours["m3po"], lw=1.6)
     right.set(title="Qwen2.5-Coder-0.5B, GSM8K, one H100", xlabel="step of 64 x 8 completions", ylim=(0, 0.5))

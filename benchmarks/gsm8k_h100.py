@@ -17,7 +17,7 @@ from pathlib import Path
 from common import RESULTS, ROOT, evaluate, run_script, write_results
 
 sys.path.insert(0, str(ROOT))
-from compare import compare
+from reporting.comparison import compare
 
 STAGES = ("zero_shot", "warm_start", "before", "train", "after", "reload")
 COMMON = {"answer_format": "xml", "batch_size": 64, "num_generations": 8, "max_completion_length": 256, "num_steps": 400, "warmup_ratio": 0.02, "beta": 0.005,
@@ -58,11 +58,24 @@ def main():
     parser.add_argument("--stage", nargs="*", default=STAGES, choices=STAGES)
     parser.add_argument("--questions", type=int, default=1319)
     parser.add_argument("--reload_questions", type=int, default=40)
-    parser.add_argument("--train_flags", nargs=argparse.REMAINDER, default=[], help="flags for grpo_train.py beside the recipe, last on the line")
+    parser.add_argument(
+        "--train_flags",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="flags for grpo_train.py beside the recipe, last on the line",
+    )
     args = parser.parse_args()
     evals, start, out = args.work / "eval", args.work / "warm_start", args.work / "grpo"
     supervised, recipe = CASES[args.case][0], COMMON | CASES[args.case][1]
-    common = flags({"dataset": args.data, "split": "test", "limit": args.questions, "answer_format": "xml", "max_completion_length": 300})
+    common = flags(
+        {
+            "dataset": args.data,
+            "split": "test",
+            "limit": args.questions,
+            "answer_format": "xml",
+            "max_completion_length": 300,
+        }
+    )
     sampling = ("--num_samples", 4, "--temperature", 1)
     if "zero_shot" in args.stage:
         evaluate(args.model, "zero_shot", evals, *common)
@@ -79,9 +92,28 @@ def main():
         evaluate(out, "after", evals, *common)
         evaluate(out, "after_sampled", evals, *common, *sampling)
     if "reload" in args.stage:
-        few = ("--dataset", args.data, "--split", "test", "--limit", args.reload_questions, "--answer_format", "xml", "--max_completion_length", 300)
+        few = (
+            "--dataset",
+            args.data,
+            "--split",
+            "test",
+            "--limit",
+            args.reload_questions,
+            "--answer_format",
+            "xml",
+            "--max_completion_length",
+            300,
+        )
         evaluate(out, "reload_fp32", evals, *few, "--bf16", "false")
-        words = [sys.executable, "-c", RELOAD, str(out), str(evals / "reload_fp32" / "samples.jsonl"), str(args.work / "reload.json"), "300"]
+        words = [
+            sys.executable,
+            "-c",
+            RELOAD,
+            str(out),
+            str(evals / "reload_fp32" / "samples.jsonl"),
+            str(args.work / "reload.json"),
+            "300",
+        ]
         subprocess.run(words, check=True, cwd=ROOT)
         report(args, evals, start, out, recipe)
 
@@ -89,7 +121,8 @@ def main():
 def report(args, evals, start, out, recipe):
     """The rows, from what the stages left."""
     before, before_sampled, after, after_sampled = (
-        json.loads((evals / name / "report.json").read_text()) for name in ("before", "before_sampled", "after", "after_sampled")
+        json.loads((evals / name / "report.json").read_text())
+        for name in ("before", "before_sampled", "after", "after_sampled")
     )
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     warm = [json.loads(line) for line in (start / "metrics.jsonl").read_text().splitlines()]
@@ -97,10 +130,16 @@ def report(args, evals, start, out, recipe):
     rows = []
     if (evals / "zero_shot").exists():
         zero = json.loads((evals / "zero_shot" / "report.json").read_text())
-        rows = [("exact_zero_shot", zero["accuracy"], "accuracy"), ("last_number_zero_shot", zero["accuracy_last_number"], "accuracy")]
+        rows = [
+            ("exact_zero_shot", zero["accuracy"], "accuracy"),
+            ("last_number_zero_shot", zero["accuracy_last_number"], "accuracy"),
+        ]
     for name, sides in (("exact", ("before", "after")), ("sampled", ("before_sampled", "after_sampled"))):
         found = compare([str(evals / side) for side in sides])[1][0]
-        rows += [(f"{name}_{key}", found[key], "") for key in ("difference", "difference_ci95", "p", "gained", "lost")]
+        rows += [
+            (f"{name}_{key}", found[key], "")
+            for key in ("difference", "difference_ci95", "p", "gained", "lost")
+        ]
     for name, first, then in (("exact", before, after), ("sampled", before_sampled, after_sampled)):
         rows += [
             (f"{name}_before", first["accuracy"], "accuracy"), (f"{name}_before_ci95", first["accuracy_ci95"], "accuracy"),
@@ -123,7 +162,9 @@ def report(args, evals, start, out, recipe):
     ]
     result = "gsm8k_h100" if args.case == "qwen-coder-0.5b" else f"gsm8k_{args.case}"
     shutil.copy(out / "metrics.jsonl", RESULTS / f"{result}_metrics.jsonl")
-    write_results(result, [(args.case, *row) for row in rows], recipe=" ".join(map(str, flags(recipe))), seed=0)
+    write_results(
+        result, [(args.case, *row) for row in rows], recipe=" ".join(map(str, flags(recipe))), seed=0
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,13 @@ import grpo_eval
 
 
 def last_match(name, pattern):
-    return {"name": name, "filter": [{"function": "regex", "regex_pattern": pattern, "group_select": -1}, {"function": "take_first"}]}
+    return {
+        "name": name,
+        "filter": [
+            {"function": "regex", "regex_pattern": pattern, "group_select": -1},
+            {"function": "take_first"},
+        ],
+    }
 
 
 TASK = {
@@ -39,19 +45,38 @@ def by_harness(model, records, length, folder):
     from lm_eval.tasks import TaskManager
 
     data, task = folder / "data.jsonl", folder / "task.yaml"
-    data.write_text("".join(json.dumps({"prompt": r["prompt"], "target": r["target"], "doc": r["doc_id"]}) + "\n" for r in records))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": r["prompt"], "target": r["target"], "doc": r["doc_id"]}) + "\n"
+            for r in records
+        )
+    )
     settings = {
         **TASK,
         "dataset_kwargs": {"data_files": {"test": str(data)}},
         "generation_kwargs": {"until": ["\0"], "max_gen_toks": length, "do_sample": False},
     }
     task.write_text(yaml.safe_dump(settings))
-    loaded = HFLM(pretrained=model, dtype="float32", batch_size=32, device="cuda" if torch.cuda.is_available() else "cpu")
-    out = simple_evaluate(model=loaded, tasks=["same_prompts"], task_manager=TaskManager(include_path=str(folder)), log_samples=True, bootstrap_iters=0)
+    loaded = HFLM(
+        pretrained=model,
+        dtype="float32",
+        batch_size=32,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    out = simple_evaluate(
+        model=loaded,
+        tasks=["same_prompts"],
+        task_manager=TaskManager(include_path=str(folder)),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
     found = {}
     for sample in out["samples"]["same_prompts"]:
         extracted = sample["filtered_resps"][0]
-        found.setdefault(sample["doc"]["doc"], {"text": sample["resps"][0][0]})[sample["filter"]] = (float(sample["exact_match"]), extracted)
+        found.setdefault(sample["doc"]["doc"], {"text": sample["resps"][0][0]})[sample["filter"]] = (
+            float(sample["exact_match"]),
+            extracted,
+        )
     return found
 
 
@@ -65,7 +90,13 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = grpo_eval.Config(
-            model=args.model, dataset=args.dataset, limit=args.limit, max_completion_length=args.length, bf16=False, output_dir=temporary, name="ours"
+            model=args.model,
+            dataset=args.dataset,
+            limit=args.limit,
+            max_completion_length=args.length,
+            bf16=False,
+            output_dir=temporary,
+            name="ours",
         )
         report, ours = grpo_eval.evaluate(config)
         records = [json.loads(line) for line in (ours / "samples.jsonl").read_text().splitlines()]
@@ -81,7 +112,12 @@ def main():
                       f"{'the same text' if r['resps'][0].strip() == theirs[r['doc_id']]['text'].strip() else 'texts differ'}")  # fmt: skip
         rows += [
             (case, f"agreement_{name}", agree, f"of {len(records)}"),
-            (case, f"ours_{name}", round(sum(r["exact_match"][name][0] for r in records) / len(records), 4), ""),
+            (
+                case,
+                f"ours_{name}",
+                round(sum(r["exact_match"][name][0] for r in records) / len(records), 4),
+                "",
+            ),
             (case, f"harness_{name}", round(sum(t[name][0] for t in theirs.values()) / len(records), 4), ""),
         ]
     same_text = sum(r["resps"][0].strip() == theirs[r["doc_id"]]["text"].strip() for r in records)

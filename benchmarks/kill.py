@@ -13,9 +13,21 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["--config=configs/tiny.yaml", "--model=tiny", "--batch_size=8", "--eval_every=0", "--save_every=2", "--keep_checkpoints=2", "--beta=0.04", "--mu=2"]
+TINY = [
+    "--config=configs/tiny.yaml",
+    "--model=tiny",
+    "--batch_size=8",
+    "--eval_every=0",
+    "--save_every=2",
+    "--keep_checkpoints=2",
+    "--beta=0.04",
+    "--mu=2",
+]
 WARM_START = "num_steps: 24\nnum_epochs: null\nbatch_size: 16\nlearning_rate: 3e-3\nsave_every: 3\nkeep_checkpoints: 2\n"
-CASES = {"tiny": ["--num_steps=400", "--warm_start=none"], "warm-start": ["--num_steps=60", "--warm_start={folder}/warm_start.yaml"]}
+CASES = {
+    "tiny": ["--num_steps=400", "--warm_start=none"],
+    "warm-start": ["--num_steps=60", "--warm_start={folder}/warm_start.yaml"],
+}
 
 
 def killed_and_resumed(words, out, kills, seed=0):
@@ -23,7 +35,9 @@ def killed_and_resumed(words, out, kills, seed=0):
     draw, killed = random.Random(seed), []
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     while True:
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         if len(killed) < kills:
             before = _size(out)
             while process.poll() is None and _size(out) <= before:  # it works once its log grows
@@ -51,14 +65,24 @@ def compare(case, folder, kills):
 
     words = [sys.executable, "grpo_train.py", *TINY, *(word.format(folder=folder) for word in CASES[case])]
     started = time.perf_counter()
-    subprocess.run([*words, f"--output_dir={folder}/whole"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*words, f"--output_dir={folder}/whole"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     alone = time.perf_counter() - started
     started = time.perf_counter()
-    killed = killed_and_resumed([*words, f"--output_dir={folder}/cut", "--resume"], Path(folder) / "cut", kills)
+    killed = killed_and_resumed(
+        [*words, f"--output_dir={folder}/cut", "--resume"], Path(folder) / "cut", kills
+    )
     seconds = time.perf_counter() - started
     a, b = (load_file(f"{folder}/{name}/model.safetensors") for name in ("whole", "cut"))
     equal = a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    lines = [sum(1 for _ in open(f"{folder}/{name}/metrics.jsonl", encoding="utf-8")) for name in ("whole", "cut")]
+    lines = [
+        sum(1 for _ in open(f"{folder}/{name}/metrics.jsonl", encoding="utf-8")) for name in ("whole", "cut")
+    ]
     return [(case, "kills", len(killed), "kills"), (case, "kills_in_warm_start", killed.count("warm start"), "kills"), (case, "weights_equal", int(equal), ""),
             (case, "lines", lines[1], f"of {lines[0]}"), (case, "seconds_left_alone", round(alone, 1), "s"),
             (case, "seconds_with_kills", round(seconds, 1), "s")]  # fmt: skip

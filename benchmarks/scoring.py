@@ -14,11 +14,14 @@ from common import ROOT, write_results
 sys.path.insert(0, str(ROOT))
 import torch
 
-from data import encode_prompts, load_problems, pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
-from memory import micro_batches
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from learning.log_probs import Scorer
+from learning.memory import micro_batches
+from learning.models import load_model, load_tokenizer
+from problems.prompts import encode_prompts
+from problems.sources import load_problems
 from rewards import ANSWER_FORMATS
-from training import Scorer, load_model, load_tokenizer
 
 
 @torch.no_grad()
@@ -34,12 +37,20 @@ def main():
     sampler = load_model(args.model, tokenizer, torch.bfloat16 if cuda else torch.float32, device).eval()
     policy = load_model(args.model, tokenizer, torch.float32, device)
     xml = ANSWER_FORMATS["xml"]
-    problems, _ = encode_prompts(load_problems(args.data, "train", limit=8), tokenizer, xml.system_prompt, 512)
+    problems, _ = encode_prompts(
+        load_problems(args.data, "train", limit=8), tokenizer, xml.system_prompt, 512
+    )
     decoder = GroupDecoder(sampler, tokenizer, xml.think_end, Interaction(0.1, 0.1))
     ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
-    out = decoder.rollout(ids, mask, G, args.length, rollout_uniforms(0, 0, 0, len(problems) * G, args.length))
-    cut = torch.randint(args.length // 4, args.length + 1, (len(out.ids), 1), generator=torch.Generator().manual_seed(0)).to(device)
-    out.mask &= torch.arange(out.mask.shape[1], device=device) < cut  # ragged whether or not the model ends its texts in time
+    out = decoder.rollout(
+        ids, mask, G, args.length, rollout_uniforms(0, 0, 0, len(problems) * G, args.length)
+    )
+    cut = torch.randint(
+        args.length // 4, args.length + 1, (len(out.ids), 1), generator=torch.Generator().manual_seed(0)
+    ).to(device)
+    out.mask &= (
+        torch.arange(out.mask.shape[1], device=device) < cut
+    )  # ragged whether or not the model ends its texts in time
     scorer = Scorer(policy, decoder.tables, bf16=True)
 
     def difference():
@@ -51,9 +62,15 @@ def main():
 
     case = f"scoring-{'bf16-gpu' if cuda else 'fp32-cpu'}"
     rows = [(case, "sequences", len(out.ids), "sequences"), (case, "tokens", int(out.mask.sum()), "tokens")]
-    rows += [(case, f"{name}_difference", value, "nats") for name, value in zip(("largest", "mean"), difference(), strict=True)]
+    rows += [
+        (case, f"{name}_difference", value, "nats")
+        for name, value in zip(("largest", "mean"), difference(), strict=True)
+    ]
     out.mix = None
-    rows += [(case, f"{name}_difference_plain_ids", value, "nats") for name, value in zip(("largest", "mean"), difference(), strict=True)]
+    rows += [
+        (case, f"{name}_difference_plain_ids", value, "nats")
+        for name, value in zip(("largest", "mean"), difference(), strict=True)
+    ]
     write_results(f"scoring_{'gpu' if cuda else 'cpu'}", rows)
 
 

@@ -26,7 +26,13 @@ def number(value, interval=None):
 
 
 def table(header, rows):
-    return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(map(str, r)) + " |" for r in rows)])
+    return "\n".join(
+        [
+            "| " + " | ".join(header) + " |",
+            "|" + "---|" * len(header),
+            *("| " + " | ".join(map(str, r)) + " |" for r in rows),
+        ]
+    )
 
 
 def where(result):
@@ -41,10 +47,15 @@ def both(m, kind):
 
 def tiny_job():
     cases, result = values("tiny_job")
-    rows = [[case, *both(m, "greedy"), *both(m, "sampled"), f"{m['seconds']:.0f}"] for case, m in cases.items()]
+    rows = [
+        [case, *both(m, "greedy"), *both(m, "sampled"), f"{m['seconds']:.0f}"] for case, m in cases.items()
+    ]
     header = ["case", "greedy before", "greedy after", "sampled before", "sampled after", "seconds"]
     questions = next(iter(cases.values()))["problems"]
-    return table(header, rows) + f"\n\n{questions} held-out problems, 95% intervals; `{where(result)}`; {result['parallel']} run(s) at a time, one core each."
+    return (
+        table(header, rows)
+        + f"\n\n{questions} held-out problems, 95% intervals; `{where(result)}`; {result['parallel']} run(s) at a time, one core each."
+    )
 
 
 def gsm8k_h100():
@@ -53,16 +64,27 @@ def gsm8k_h100():
     for name in ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward"):
         cases, result = values(name)
         [(case, m)] = cases.items()
-        for kind, label, zero in (("exact", "greedy", "exact_zero_shot"), ("sampled", "mean of 4 samples", None)):
+        for kind, label, zero in (
+            ("exact", "greedy", "exact_zero_shot"),
+            ("sampled", "mean of 4 samples", None),
+        ):
             paired = f"{kind}_difference" in m
-            difference = "{:+.3f} ({:+.3f} to {:+.3f})".format(m[f"{kind}_difference"], *m[f"{kind}_difference_ci95"]) if paired else ""
+            difference = (
+                "{:+.3f} ({:+.3f} to {:+.3f})".format(m[f"{kind}_difference"], *m[f"{kind}_difference_ci95"])
+                if paired
+                else ""
+            )
             rows.append([case, label, number(m[zero]) if zero in m else "", *both(m, kind), difference])
         texts.append(
             f"{case}: warm start {m['warm_start_seconds']:.0f} s, GRPO {m['train_seconds']:.0f} s = {m['train_steps']} steps, {m['bad_steps']} refused steps; "
             f"reloaded by plain transformers in another process, float32, {m['reloaded_same_completions']} greedy completions the same (`{where(result)}`)."
         )
     header = ["case", "accuracy", "zero-shot", "after the warm start", "after GRPO", "difference, paired"]
-    return table(header, rows) + f"\n\n{m['questions']} test questions, one seed, 95% intervals. " + " ".join(texts)
+    return (
+        table(header, rows)
+        + f"\n\n{m['questions']} test questions, one seed, 95% intervals. "
+        + " ".join(texts)
+    )
 
 
 def scoring():
@@ -70,9 +92,14 @@ def scoring():
     for name in ("scoring_cpu", "scoring_gpu"):
         cases, result = values(name)
         for case, m in cases.items():
-            ours, plain = (f"{m[f'largest_difference{end}']:.2g} / {m[f'mean_difference{end}']:.2g}" for end in ("", "_plain_ids"))
+            ours, plain = (
+                f"{m[f'largest_difference{end}']:.2g} / {m[f'mean_difference{end}']:.2g}"
+                for end in ("", "_plain_ids")
+            )
             rows.append([case, m["sequences"], m["tokens"], ours, plain, f"`{where(result)}`"])
-    return table(["case", "sequences", "tokens", "ours: largest / mean", "plain ids: largest / mean", "made by"], rows)
+    return table(
+        ["case", "sequences", "tokens", "ours: largest / mean", "plain ids: largest / mean", "made by"], rows
+    )
 
 
 def bench_step():
@@ -114,7 +141,10 @@ def bench_gpus():
 
 def bench_generation_cpu():
     cases, result = values("bench_generation_cpu")
-    rows = [[case, *(f"{m[k]:,.0f}" for k in ("tokens_per_s", "tokens_per_s_m3po", "generate_tokens_per_s"))] for case, m in cases.items()]
+    rows = [
+        [case, *(f"{m[k]:,.0f}" for k in ("tokens_per_s", "tokens_per_s_m3po", "generate_tokens_per_s"))]
+        for case, m in cases.items()
+    ]
     return table(["tokens a second", "ours", "ours, M3PO", "`generate`"], rows) + f"\n\n`{where(result)}`."
 
 
@@ -127,9 +157,21 @@ def bench_generation():
         ours = [f"{m[k]:,.0f} / {m[f'{k}_m3po']:,.0f}" for k in ("tokens_per_s",)] + [
             f"{m[k]:.2f} / {m[f'{k}_m3po']:.2f}" for k in ("ms_per_step", "step_over_floor")
         ]
-        peers = [f"{m[k]:,.0f}" if k in m else "" for k in ("generate_tokens_per_s", "continuous_batching_tokens_per_s")]
+        peers = [
+            f"{m[k]:,.0f}" if k in m else ""
+            for k in ("generate_tokens_per_s", "continuous_batching_tokens_per_s")
+        ]
         rows.append([case, *ours, f"{m['floor_ms_per_step']:.2f}", *peers, f"{m['peak_gib']:.1f}"])
-    header = ["case", "tokens/s", "ms a step", "step over floor", "floor, ms", "`generate` tokens/s", "continuous batching tokens/s", "peak GiB"]
+    header = [
+        "case",
+        "tokens/s",
+        "ms a step",
+        "step over floor",
+        "floor, ms",
+        "`generate` tokens/s",
+        "continuous batching tokens/s",
+        "peak GiB",
+    ]
     text = table(header, rows) + "\n\nEach of ours without / with M3PO."
     for case, m in cases.items():
         if "useful_share" in m:
@@ -144,7 +186,9 @@ def bench_generation():
                 f"{m['greedy_agreement_with_plain']:.4f} of the tokens up to the first difference are those of the plain path, and where they differ "
                 f"the two candidates were at most {m['largest_gap_at_divergence']:.2f} nats apart."
             )
-    setup = ", ".join(f"{m['setup_seconds']:.0f} s ({case})" for case, m in cases.items() if "setup_seconds" in m)
+    setup = ", ".join(
+        f"{m['setup_seconds']:.0f} s ({case})" for case, m in cases.items() if "setup_seconds" in m
+    )
     return text + (
         f" Set-up once a process: {setup}. The card copies {rates['copy_rate']:.2f} TB/s and multiplies {rates['matrix_rate']:.0f} TFLOP/s. `{where(result)}`."
     )
@@ -156,9 +200,19 @@ def kill():
         cases, result = values(path.stem)
         for m in cases.values():
             run = f"a run of {m['lines']} steps"
-            run += f" with a warm start ({m['kills_in_warm_start']} of the kills in it)" if m.get("kills_in_warm_start") else ""
-            equal = "equal those of a run left alone, to the bit" if m["weights_equal"] else "DIFFER from those of a run left alone"
-            lines.append(f"{m['kills']} times kill -9 at random moments of {run}, then the same command: the weights {equal}. `{where(result)}`.")
+            run += (
+                f" with a warm start ({m['kills_in_warm_start']} of the kills in it)"
+                if m.get("kills_in_warm_start")
+                else ""
+            )
+            equal = (
+                "equal those of a run left alone, to the bit"
+                if m["weights_equal"]
+                else "DIFFER from those of a run left alone"
+            )
+            lines.append(
+                f"{m['kills']} times kill -9 at random moments of {run}, then the same command: the weights {equal}. `{where(result)}`."
+            )
     return "\n\n".join(lines)
 
 
@@ -168,13 +222,29 @@ def harness():
     for path in sorted(RESULTS.glob("harness_*.json")):
         cases, result = values(path.stem)
         for case, m in cases.items():
-            shown = ", ".join(f"{name} ours {m[f'ours_{name}']:.2f}, harness {m[f'harness_{name}']:.2f}" for name in ("strict-match", "flexible-extract"))
+            shown = ", ".join(
+                f"{name} ours {m[f'ours_{name}']:.2f}, harness {m[f'harness_{name}']:.2f}"
+                for name in ("strict-match", "flexible-extract")
+            )
             agree = f"{m['agreement_strict-match']} and {m['agreement_flexible-extract']} of 100 questions graded alike, {m['same_texts']} texts the same"
             lines.append(f"{case}: {shown}; {agree}. `{where(result)}`.")
     return "\n\n".join(lines)
 
 
-TABLES = {f.__name__: f for f in (tiny_job, gsm8k_h100, scoring, bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness)}
+TABLES = {
+    f.__name__: f
+    for f in (
+        tiny_job,
+        gsm8k_h100,
+        scoring,
+        bench_generation,
+        bench_generation_cpu,
+        bench_step,
+        bench_gpus,
+        kill,
+        harness,
+    )
+}
 
 
 def rendered(readme):
@@ -187,5 +257,9 @@ def rendered(readme):
 if __name__ == "__main__":
     readme = (ROOT / "README.md").read_text()
     if sys.argv[1:] == ["--check"]:
-        sys.exit(0 if rendered(readme) == readme else "README.md differs from benchmarks/results: run  python benchmarks/tables.py")
+        sys.exit(
+            0
+            if rendered(readme) == readme
+            else "README.md differs from benchmarks/results: run  python benchmarks/tables.py"
+        )
     (ROOT / "README.md").write_text(rendered(readme))

@@ -16,7 +16,11 @@ from pathlib import Path
 from common import ROOT, evaluate, run_script, write_results
 
 SAMPLED = ("--num_samples", "4", "--temperature", "1")
-CASES = {f"tiny-{kind}-seed{seed}": (seed, lam, False) for kind, lam in (("m3po", 0.1), ("grpo", 0.0)) for seed in (0, 1, 2)}
+CASES = {
+    f"tiny-{kind}-seed{seed}": (seed, lam, False)
+    for kind, lam in (("m3po", 0.1), ("grpo", 0.0))
+    for seed in (0, 1, 2)
+}
 CASES["tiny-shuffled"] = (0, 0.1, True)
 
 
@@ -26,7 +30,18 @@ def run_case(case, work):
     out = work / case
     started = time.perf_counter()
     script = ("benchmarks/tiny_job.py", "--shuffled-train") if shuffled else ("grpo_train.py",)
-    run_script(*script, "--config", "configs/tiny.yaml", "--seed", seed, "--m3po_lambda", lam, "--output_dir", out, echo=False)
+    run_script(
+        *script,
+        "--config",
+        "configs/tiny.yaml",
+        "--seed",
+        seed,
+        "--m3po_lambda",
+        lam,
+        "--output_dir",
+        out,
+        echo=False,
+    )
     after = evaluate(out, "greedy", out / "eval")
     seconds = time.perf_counter() - started
     before = evaluate(out / "warm_start", "greedy_before", out / "eval")
@@ -71,11 +86,25 @@ def main():
     parser.add_argument("--parallel", type=int, default=1, help="cases at once, each on one core")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // args.parallel))  # threads that wait for each other's cores wait long
+    os.environ["OMP_NUM_THREADS"] = str(
+        max(1, os.cpu_count() // args.parallel)
+    )  # threads that wait for each other's cores wait long
     with ThreadPoolExecutor(args.parallel) as pool:
-        rows = [row for case_rows in pool.map(lambda case: run_case(case, args.work), args.cases) for row in case_rows]
-    curves = {case: [json.loads(line)["correct"] for line in open(args.work / case / "metrics.jsonl")] for case in args.cases}
-    write_results("tiny_job", rows, parallel=args.parallel, curves={case: [round(v, 3) for v in curve] for case, curve in curves.items()})
+        rows = [
+            row
+            for case_rows in pool.map(lambda case: run_case(case, args.work), args.cases)
+            for row in case_rows
+        ]
+    curves = {
+        case: [json.loads(line)["correct"] for line in open(args.work / case / "metrics.jsonl")]
+        for case in args.cases
+    }
+    write_results(
+        "tiny_job",
+        rows,
+        parallel=args.parallel,
+        curves={case: [round(v, 3) for v in curve] for case, curve in curves.items()},
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from output import save_model
 from rewards import compute_rewards
+from running.folder import save_model
 
 torch.set_num_threads(1)
 
@@ -34,7 +34,14 @@ CORPUS = [
 ] * 20
 EXTRA_IDS = 7  # the models' heads are wider than the tokenizer, as Qwen's is
 
-SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+SMALL = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "gpt2"]
 
 
@@ -44,9 +51,16 @@ def tokenizer():
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     raw.train_from_iterator(CORPUS, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
+    )
     made.chat_template = CHAT_TEMPLATE
     return made
 
@@ -54,17 +68,24 @@ def tokenizer():
 def build_model(family, tokenizer, seed=0, dtype=torch.float32):
     """A random two-layer model whose logits are lively enough to give varied text."""
     ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
-    shared = dict(vocab_size=len(tokenizer) + EXTRA_IDS, max_position_embeddings=512, initializer_range=0.15, **ids)
+    shared = dict(
+        vocab_size=len(tokenizer) + EXTRA_IDS, max_position_embeddings=512, initializer_range=0.15, **ids
+    )
     config = {
         "llama": lambda: LlamaConfig(**SMALL, **shared),
         "qwen2": lambda: Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, **shared),
         "qwen3": lambda: Qwen3Config(**SMALL, **shared),
-        "gemma3": lambda: Gemma3TextConfig(**SMALL, **shared, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "gemma3": lambda: Gemma3TextConfig(
+            **SMALL, **shared, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+        ),
         "gpt2": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, **shared),
     }[family]()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    model.generation_config.eos_token_id = [
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    ]
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -73,13 +94,17 @@ def build_model(family, tokenizer, seed=0, dtype=torch.float32):
 
 def paid(functions, prompts, completions, step=None, gather=list, timeout=0.0, **columns):
     """compute_rewards, its columns spelt out."""
-    return compute_rewards(functions, dict(prompts=prompts, completions=completions, **columns), step, gather, timeout)
+    return compute_rewards(
+        functions, dict(prompts=prompts, completions=completions, **columns), step, gather, timeout
+    )
 
 
 def a_model_and_problems(folder, family, tokenizer):
     """A small random model in folder/model, and 30 problems with solutions beside it."""
     save_model(build_model(family, tokenizer), tokenizer, folder / "model", torch.float32)
-    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)]
+    rows = [
+        {"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -97,5 +122,11 @@ def llama(tokenizer):
 @pytest.fixture(scope="session")
 def prompts(tokenizer):
     """Five prompts of different lengths, as ids."""
-    texts = ["Ann has 12 pens.", "How many?", "Ann has 12 pens and gets 5 more. How many pens does Ann have now?", "a", "pens and more pens, 12 of them"]
+    texts = [
+        "Ann has 12 pens.",
+        "How many?",
+        "Ann has 12 pens and gets 5 more. How many pens does Ann have now?",
+        "a",
+        "pens and more pens, 12 of them",
+    ]
     return [tokenizer(text)["input_ids"] for text in texts]

@@ -15,18 +15,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-import api
 import grpo_eval
-from config import RunError, SettingError
 from conftest import build_model
-from output import save_model
+from decoding.server import connect
+from errors import RunError, SettingError
+from running.folder import save_model
 
 
 @pytest.fixture
 def data(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "test.jsonl").write_text("".join(json.dumps({"question": f"What is {i} and 1?", "answer": str(i + 1)}) + "\n" for i in range(6)))
+    (folder / "test.jsonl").write_text(
+        "".join(
+            json.dumps({"question": f"What is {i} and 1?", "answer": str(i + 1)}) + "\n" for i in range(6)
+        )
+    )
     return folder
 
 
@@ -50,7 +54,9 @@ class Moody(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.headers.get("Authorization"), body))
         count = len(self.server.seen)
-        if self.server.mood == "refuses" or (self.server.dies_after is not None and count > self.server.dies_after):
+        if self.server.mood == "refuses" or (
+            self.server.dies_after is not None and count > self.server.dies_after
+        ):
             return self.reply(401, {"error": "no key"})
         if self.server.mood == "odd":
             return self.reply(200, {"surprise": 1})
@@ -60,12 +66,18 @@ class Moody(BaseHTTPRequestHandler):
             time.sleep(1.0)
         number = int(body["messages"][-1]["content"].split()[2]) + 1
         text = f"<reasoning>\nx\n</reasoning>\n<answer>\n{number}\n</answer>"
-        return self.reply(200, {"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": {"completion_tokens": 9}})
+        return self.reply(
+            200,
+            {
+                "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+                "usage": {"completion_tokens": 9},
+            },
+        )
 
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(api.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
     made = ThreadingHTTPServer(("127.0.0.1", 0), Moody)
     made.mood, made.models, made.seen = "good", ["only"], []
     made.dies_after = None
@@ -80,17 +92,28 @@ def settings_of(server, data, tmp_path, **more):
 
 
 @pytest.mark.parametrize("mood", ["good", "busy", "slow"])
-def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(mood, server, data, tmp_path, monkeypatch):
+def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(
+    mood, server, data, tmp_path, monkeypatch
+):
     server.mood = mood
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
-    report, folder = grpo_eval.evaluate_server(settings_of(server, data, tmp_path, api_timeout=0.5 if mood == "slow" else 5.0))
-    assert (report["questions"], report["accuracy"], report["model"], report["truncated"]) == (6, 1.0, "only", 0.0)
+    report, folder = grpo_eval.evaluate_server(
+        settings_of(server, data, tmp_path, api_timeout=0.5 if mood == "slow" else 5.0)
+    )
+    assert (report["questions"], report["accuracy"], report["model"], report["truncated"]) == (
+        6,
+        1.0,
+        "only",
+        0.0,
+    )
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [r["target"] for r in rows] == [str(i + 1) for i in range(6)], "in order"
     key, body = server.seen[0]
     assert key == "Bearer secret-key"
     assert body["messages"][0]["role"] == "system"
-    assert not any(b"secret-key" in path.read_bytes() for path in folder.iterdir()), "a key is not written down"
+    assert not any(b"secret-key" in path.read_bytes() for path in folder.iterdir()), (
+        "a key is not written down"
+    )
 
 
 def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(server, data, tmp_path):
@@ -121,29 +144,47 @@ def test_an_evaluation_of_a_server_that_went_away_asks_the_rest_only(server, dat
     assert (again / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
     asked = Counter(json.dumps(body) for _, body in server.seen)
     assert set(asked) == {json.dumps(body) for body in first}, "with the same seeds"
-    assert sum(asked.values()) <= 12 + 3, "again only what was refused (the next may be on its way already) and the other half of its question"
+    assert sum(asked.values()) <= 12 + 3, (
+        "again only what was refused (the next may be on its way already) and the other half of its question"
+    )
 
 
 def test_a_server_that_is_not_there_is_an_error_in_one_line(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(api.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config = grpo_eval.Config(model="none", api=f"http://127.0.0.1:{port}/v1", api_model="x", dataset=str(data), output_dir=str(tmp_path))
+    config = grpo_eval.Config(
+        model="none",
+        api=f"http://127.0.0.1:{port}/v1",
+        api_model="x",
+        dataset=str(data),
+        output_dir=str(tmp_path),
+    )
     with pytest.raises(RunError, match="did not answer in 6 attempts"):
         grpo_eval.evaluate_server(config)
     with pytest.raises(SettingError, match="must be an address"):
-        api.connect("localhost:8000", "x")
+        connect("localhost:8000", "x")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(any(importlib.util.find_spec(p) is None for p in ("fastapi", "uvicorn", "openai")), reason="needs transformers[serving]")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(p) is None for p in ("fastapi", "uvicorn", "openai")),
+    reason="needs transformers[serving]",
+)
 def test_a_real_transformers_server_gives_what_the_model_gives_here(tokenizer, data, tmp_path):
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [shutil.which("transformers", path=str(sys.executable).rpartition("/")[0]) or "transformers", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    words = [
+        shutil.which("transformers", path=str(sys.executable).rpartition("/")[0]) or "transformers",
+        "serve",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + 90
@@ -157,9 +198,16 @@ def test_a_real_transformers_server_gives_what_the_model_gives_here(tokenizer, d
                 time.sleep(0.5)
         common = dict(dataset=str(data), output_dir=str(tmp_path / "runs"), max_completion_length=12)
         url = f"http://127.0.0.1:{port}/v1"
-        _, theirs = grpo_eval.evaluate_server(grpo_eval.Config(model="x", api=url, api_model=str(tmp_path / "model"), api_at_once=2, name="theirs", **common))
+        _, theirs = grpo_eval.evaluate_server(
+            grpo_eval.Config(
+                model="x", api=url, api_model=str(tmp_path / "model"), api_at_once=2, name="theirs", **common
+            )
+        )
     finally:
         process.kill()
     _, ours = grpo_eval.evaluate(grpo_eval.Config(model=str(tmp_path / "model"), name="ours", **common))
-    texts = [[json.loads(line)["resps"][0].strip() for line in (folder / "samples.jsonl").read_text().splitlines()] for folder in (ours, theirs)]
+    texts = [
+        [json.loads(line)["resps"][0].strip() for line in (folder / "samples.jsonl").read_text().splitlines()]
+        for folder in (ours, theirs)
+    ]
     assert texts[0] == texts[1]

@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import plots
-from compare import (
-    Side,
-    _p_of_draws,
+from errors import SettingError
+from reporting import files, plots
+from reporting.comparison import Side, _p_of_draws, compare, compare_two
+from reporting.statistics import (
     _resampled,
-    compare,
-    compare_two,
     holm,
     majority,
     mid_p,
@@ -23,10 +21,11 @@ from compare import (
     sampled_statistics,
     smallest_difference,
 )
-from config import SettingError
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(1, 0, 1), (1, 1, 1), (5, 2, 1), (5, 2, 3), (6, 1, 6), (8, 0, 4), (8, 3, 8)])
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [(1, 0, 1), (1, 1, 1), (5, 2, 1), (5, 2, 3), (6, 1, 6), (8, 0, 4), (8, 3, 8)]
+)
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n, c, k):
     answers = [1] * c + [0] * (n - c)
     choices = list(itertools.combinations(answers, k))
@@ -41,7 +40,10 @@ def test_the_majority_counts_equal_numbers_as_one_and_no_answer_as_none():
     assert majority([None, ""], [0.0, 0.0]) == 0.0
 
 
-@pytest.mark.parametrize(("gained", "lost", "p"), [(0, 0, 1.0), (5, 5, 1.0), (1, 0, 0.5), (5, 0, 0.03125), (8, 2, 0.0654296875), (2, 8, 0.0654296875)])
+@pytest.mark.parametrize(
+    ("gained", "lost", "p"),
+    [(0, 0, 1.0), (5, 5, 1.0), (1, 0, 0.5), (5, 0, 0.03125), (8, 2, 0.0654296875), (2, 8, 0.0654296875)],
+)
 def test_mid_p_mcnemar_against_sums_by_hand(gained, lost, p):
     n, few = gained + lost, min(gained, lost)
     tail = sum(math.comb(n, i) for i in range(few)) + 0.5 * math.comb(n, few) if n else 0.5
@@ -73,7 +75,12 @@ def test_a_paired_test_errs_in_5_of_100_cases_and_sees_3_points_twice_as_often_a
     a, same, b = (evaluations(r, trials, draw) for r in (rates, rates, better))
 
     def found(a, b):
-        return np.mean([mid_p(int(gained), int(lost)) < 0.05 for gained, lost in zip((b & ~a).sum(1), (a & ~b).sum(1), strict=True)])
+        return np.mean(
+            [
+                mid_p(int(gained), int(lost)) < 0.05
+                for gained, lost in zip((b & ~a).sum(1), (a & ~b).sum(1), strict=True)
+            ]
+        )
 
     def found_unpaired(a, b):
         p, q = a.mean(1), b.mean(1)
@@ -121,7 +128,14 @@ def write(folder, scores, prompt="hash", **report):
              "exact_match": {"strict-match": [float(v)]}} for i, v in enumerate(scores)]  # fmt: skip
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "report.json").write_text(json.dumps({"questions": len(rows)}))
-    settings = {"dataset": "gsm8k", "split": "test", "answer_format": "xml", "temperature": 0.0, "max_completion_length": 300, **report}
+    settings = {
+        "dataset": "gsm8k",
+        "split": "test",
+        "answer_format": "xml",
+        "temperature": 0.0,
+        "max_completion_length": 300,
+        **report,
+    }
     (folder / "run_config.yaml").write_text(json.dumps(settings))
     return str(folder)
 
@@ -144,7 +158,9 @@ def test_seeds_of_a_side_widen_the_interval_and_change_the_words(tmp_path):
     draw = np.random.default_rng(0)
     sides = []
     for name, rates in (("a", (0.3, 0.5, 0.4)), ("b", (0.45, 0.65, 0.55))):
-        sides.append(",".join(write(tmp_path / f"{name}{i}", draw.random(300) < rate) for i, rate in enumerate(rates)))
+        sides.append(
+            ",".join(write(tmp_path / f"{name}{i}", draw.random(300) < rate) for i, rate in enumerate(rates))
+        )
     text, (found,) = compare(sides)
     _, (one,) = compare([side.split(",")[0] for side in sides])
     assert "over seeds and questions" in text
@@ -156,9 +172,16 @@ def test_seeds_of_a_side_widen_the_interval_and_change_the_words(tmp_path):
 def test_intervals_have_the_width_of_the_normal_ones_and_the_difference_s_is_that_of_pairs(tmp_path, seeds):
     """400 questions, 80 gained and 16 lost; seeds that agree on everything add nothing. Unpaired, or at 90%, the widths would be others."""
     a, b = [0] * 240 + [1] * 160, [1] * 80 + [0] * 160 + [1] * 144 + [0] * 16
-    sides = [",".join(write(tmp_path / f"{name}{seed}", scores) for seed in range(seeds)) for name, scores in (("a", a), ("b", b))]
+    sides = [
+        ",".join(write(tmp_path / f"{name}{seed}", scores) for seed in range(seeds))
+        for name, scores in (("a", a), ("b", b))
+    ]
     _, (found,) = compare(sides)
-    for name, mean, square in (("accuracy_a", 0.4, 0.4), ("accuracy_b", 0.56, 0.56), ("difference", 0.16, 96 / 400)):
+    for name, mean, square in (
+        ("accuracy_a", 0.4, 0.4),
+        ("accuracy_b", 0.56, 0.56),
+        ("difference", 0.16, 96 / 400),
+    ):
         half = 1.96 * math.sqrt((square - mean**2) / 400)
         assert found[f"{name}_ci95"] == pytest.approx([mean - half, mean + half], abs=0.004), name
 
@@ -167,19 +190,27 @@ def test_the_bootstrap_s_p_is_two_sided_and_runs_are_drawn_too():
     """25 of 1,000 draws on the other side of 0 are 2 (25 + 1) / 1001; of two runs that are 0 and 1 throughout, a quarter of the draws has one alone."""
     assert _p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
     means = _resampled(np.array([[0.0] * 50, [1.0] * 50]), np.random.default_rng(0))
-    assert [float(np.mean(means == value)) for value in (0.0, 0.5, 1.0)] == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+    assert [float(np.mean(means == value)) for value in (0.0, 0.5, 1.0)] == pytest.approx(
+        [0.25, 0.5, 0.25], abs=0.03
+    )
 
 
 def test_the_smallest_difference_of_sampled_answers_takes_the_squares_of_what_changed():
     """A quarter of 100 questions went from 2 to 3 right of 4: gaps of 1/4, squares of 1/16, so the variance is 1/64."""
-    records = [[{"exact_match": {"strict-match": [1.0] * n + [0.0] * (4 - n)}} for n in counts] for counts in ([2] * 100, [3] * 25 + [2] * 75)]
+    records = [
+        [{"exact_match": {"strict-match": [1.0] * n + [0.0] * (4 - n)}} for n in counts]
+        for counts in ([2] * 100, [3] * 25 + [2] * 75)
+    ]
     found, _ = compare_two(*(Side(name, [run]) for name, run in zip("ab", records, strict=True)))
     assert found["smallest_difference"] == pytest.approx(2.8 * math.sqrt(1 / 64 / 100), abs=1e-4)
 
 
 def test_votes_of_samples_that_follow_each_other_all_count():
     """Pairs (7, 7), (3, 3): one vote is right, one is wrong."""
-    record = {"exact_match": {"strict-match": [1.0, 1.0, 0.0, 0.0]}, "filtered_resps": {"strict-match": ["7", "7", "3", "3"]}}
+    record = {
+        "exact_match": {"strict-match": [1.0, 1.0, 0.0, 0.0]},
+        "filtered_resps": {"strict-match": ["7", "7", "3", "3"]},
+    }
     assert sampled_statistics([record])["maj@2"][0] == 0.5
 
 
@@ -201,13 +232,17 @@ def test_several_comparisons_are_corrected(tmp_path):
 
 def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
     a = write(tmp_path / "a", [1, 0, 1])
-    with pytest.raises(SettingError, match=r"has other questions or prompts: 3 there, 2 here; 1 without a partner \(q2\)"):
+    with pytest.raises(
+        SettingError, match=r"has other questions or prompts: 3 there, 2 here; 1 without a partner \(q2\)"
+    ):
         compare([a, write(tmp_path / "b", [1, 0])])
     with pytest.raises(SettingError, match=r"3 without a partner \(q0, q1, q2\)"):
         compare([a, write(tmp_path / "c", [1, 0, 1], prompt="other")])
     with pytest.raises(SettingError, match="made differently: split 'test' and 'train'"):
         compare([a, write(tmp_path / "d", [1, 0, 1], split="train")])
-    with pytest.raises(SettingError, match=r"made differently: max_completion_length 300 and 400, temperature 0\.0 and 1\.0"):
+    with pytest.raises(
+        SettingError, match=r"made differently: max_completion_length 300 and 400, temperature 0\.0 and 1\.0"
+    ):
         compare([a, write(tmp_path / "e", [1, 0, 1], temperature=1.0, max_completion_length=400)])
     with pytest.raises(SettingError, match="is not a folder that"):
         compare([a, str(tmp_path / "nowhere")])
@@ -215,10 +250,16 @@ def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
 
 def test_sampled_statistics_of_an_evaluation():
     records = [
-        {"exact_match": {"strict-match": s}, "filtered_resps": {"strict-match": ["1" if v else "2" for v in s]}} for s in ([1, 1, 0], [0, 0, 0], [1, 1, 1])
+        {
+            "exact_match": {"strict-match": s},
+            "filtered_resps": {"strict-match": ["1" if v else "2" for v in s]},
+        }
+        for s in ([1, 1, 0], [0, 0, 0], [1, 1, 1])
     ]
     found = sampled_statistics(records)
-    assert [found[k][0] for k in ("pass@1", "pass@2", "pass@3", "maj@3", "mean@3")] == [pytest.approx(v, abs=1e-4) for v in (5 / 9, 2 / 3, 2 / 3, 2 / 3, 5 / 9)]
+    assert [found[k][0] for k in ("pass@1", "pass@2", "pass@3", "maj@3", "mean@3")] == [
+        pytest.approx(v, abs=1e-4) for v in (5 / 9, 2 / 3, 2 / 3, 2 / 3, 5 / 9)
+    ]
 
 
 def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_may_come():
@@ -229,12 +270,22 @@ def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_m
         return float(bool(values) and max(values, key=values.count) == 7.0)  # of several the first
 
     orders = list(itertools.permutations(range(6)))
-    records = [{"exact_match": {"strict-match": [scores[i] for i in o]}, "filtered_resps": {"strict-match": [answers[i] for i in o]}} for o in orders]
+    records = [
+        {
+            "exact_match": {"strict-match": [scores[i] for i in o]},
+            "filtered_resps": {"strict-match": [answers[i] for i in o]},
+        }
+        for o in orders
+    ]
     found = sampled_statistics(records)
     for k in (1, 2, 4, 6):
         choices = list(itertools.permutations(range(6), k))
-        assert found[f"pass@{k}"][0] == pytest.approx(np.mean([max(scores[i] for i in c) for c in choices]), abs=1e-4)
-        assert found[f"maj@{k}" if k > 1 else "mean@6"][0] == pytest.approx(np.mean([vote(c) for c in choices]), abs=1e-4)
+        assert found[f"pass@{k}"][0] == pytest.approx(
+            np.mean([max(scores[i] for i in c) for c in choices]), abs=1e-4
+        )
+        assert found[f"maj@{k}" if k > 1 else "mean@6"][0] == pytest.approx(
+            np.mean([vote(c) for c in choices]), abs=1e-4
+        )
 
 
 # Curves
@@ -243,14 +294,24 @@ def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_m
 @pytest.mark.slow
 def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
     lines = [
-        {"step": i, "reward": i / 10, "reward/format_reward": 0.5, "correct": 0.1, "completion_length": 20.0, "rollout_seconds": 1.0, "loss": None}
+        {
+            "step": i,
+            "reward": i / 10,
+            "reward/format_reward": 0.5,
+            "correct": 0.1,
+            "completion_length": 20.0,
+            "rollout_seconds": 1.0,
+            "loss": None,
+        }
         for i in range(1, 31)
     ]
     lines[-1] |= {"eval_accuracy": 0.4, "eval_questions": 50}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 31, "rew')
-    assert len(plots.read_metrics(tmp_path / "one")) == 30, "half a line is left out"
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 31, "rew'
+        )
+    assert len(files.read_metrics(tmp_path / "one")) == 30, "half a line is left out"
     plots.draw({"one": lines}, tmp_path)
     first = (tmp_path / "curves.svg").read_bytes()
     plots.draw({"one": lines}, tmp_path)
@@ -259,22 +320,34 @@ def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
         assert words not in first, "panels of what no run has are left out"
     assert b"held out" in first
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    plots.draw({name: plots.read_metrics(tmp_path / name) for name in ("one", "two")}, tmp_path)
+    plots.draw({name: files.read_metrics(tmp_path / name) for name in ("one", "two")}, tmp_path)
     assert b">two<" in (tmp_path / "curves.svg").read_bytes()
 
 
 def test_a_comparison_is_drawn_with_its_sides_and_differences(tmp_path):
     draw = np.random.default_rng(0)
-    sides = [write(tmp_path / name, draw.random(100) < rate) for name, rate in (("before", 0.3), ("after", 0.5), ("other", 0.4))]
+    sides = [
+        write(tmp_path / name, draw.random(100) < rate)
+        for name, rate in (("before", 0.3), ("after", 0.5), ("other", 0.4))
+    ]
     _, found = compare([sides[0], ",".join(sides[1:]), sides[2]])
     plots.draw_comparison(found, tmp_path)
     drawn = (tmp_path / "compare.svg").read_text()
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    for word in (">before<", ">after and 1 more<", ">other<", *(f">{f['difference']:+.3f}<" for f in found), *(f">{f['accuracy_b']:.3f}<" for f in found)):
+    for word in (
+        ">before<",
+        ">after and 1 more<",
+        ">other<",
+        *(f">{f['difference']:+.3f}<" for f in found),
+        *(f">{f['accuracy_b']:.3f}<" for f in found),
+    ):
         assert word.replace("-", "\N{MINUS SIGN}") in drawn or word in drawn, word
     for f in found:
         assert f["accuracy_b_ci95"][0] < f["accuracy_b"] < f["accuracy_b_ci95"][1]
-    assert found[1]["accuracy_b_ci95"] == over_questions([r["exact_match"]["strict-match"][0] for r in rows_of(sides[2])])[1:]
+    assert (
+        found[1]["accuracy_b_ci95"]
+        == over_questions([r["exact_match"]["strict-match"][0] for r in rows_of(sides[2])])[1:]
+    )
 
 
 def rows_of(folder):

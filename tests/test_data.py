@@ -19,20 +19,13 @@ import torch
 from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data import (
-    PLAIN_TEMPLATE,
-    DataError,
-    Problem,
-    arithmetic_problems,
-    arithmetic_tokenizer,
-    build_prompt,
-    chat_eos_id,
-    encode_prompts,
-    load_problems,
-    pad_left,
-    pad_right,
-    split_held_out,
-)
+from decoding.rollout import pad_left, pad_right
+from decoding.tokens import arithmetic_tokenizer
+from errors import DataError
+from problems.arithmetic import arithmetic_problems
+from problems.problem import Problem
+from problems.prompts import PLAIN_TEMPLATE, build_prompt, chat_eos_id, encode_prompts
+from problems.sources import load_problems, split_held_out
 from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer
 
 ROOT = Path(__file__).parents[1]
@@ -53,20 +46,36 @@ def words():
 # Files
 
 
-def test_a_gsm8k_answer_gives_the_last_number_without_commas_and_a_solution_without_calculator_notes(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"question": " How many? ", "answer": NATALIA}, {"question": "Q", "answer": "#### is a sign\nx\n#### 1,200 "})
+def test_a_gsm8k_answer_gives_the_last_number_without_commas_and_a_solution_without_calculator_notes(
+    tmp_path,
+):
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        {"question": " How many? ", "answer": NATALIA},
+        {"question": "Q", "answer": "#### is a sign\nx\n#### 1,200 "},
+    )
     first, second = load_problems(path)
-    assert first == Problem("How many?", "72", "She sold 48/2 = 24 clips.\nIn all 48+24 = 72.\n#### 72", id="train-0")
+    assert first == Problem(
+        "How many?", "72", "She sold 48/2 = 24 clips.\nIn all 48+24 = 72.\n#### 72", id="train-0"
+    )
     assert second.answer == "1200"
     assert second.solution == "#### is a sign\nx\n#### 1200"
 
 
-COMMAS = {"1,200": "1200", "-$1,234,567.50": "-$1234567.50", "1,2": "1,2", "(1,200)": "(1,200)", "3, 5": "3, 5"}
+COMMAS = {
+    "1,200": "1200",
+    "-$1,234,567.50": "-$1234567.50",
+    "1,2": "1,2",
+    "(1,200)": "(1,200)",
+    "3, 5": "3, 5",
+}
 
 
 @pytest.mark.parametrize(("written", "answer"), COMMAS.items())
 def test_only_commas_that_group_thousands_of_a_number_are_dropped(tmp_path, written, answer):
-    assert load_problems(jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": written}))[0].answer == answer
+    assert (
+        load_problems(jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": written}))[0].answer == answer
+    )
 
 
 @pytest.mark.parametrize(("value", "answer"), [(3, "3"), (3.0, "3.0"), (-0.5, "-0.5"), (" x ", "x")])
@@ -76,12 +85,24 @@ def test_an_answer_that_is_a_number_becomes_its_text(tmp_path, value, answer):
 
 def test_a_missing_answer_is_the_last_box_of_the_solution_and_never_the_whole_solution(tmp_path):
     """A solution with neither box nor #### was once taken whole as the answer."""
-    boxed = {"problem": "P", "solution": r"first \boxed{1}, then \boxed{\frac{1}{2}}.", "type": "Algebra", "level": 5, "unique_id": "alg/7"}
-    problem, hashed = load_problems(jsonl(tmp_path / "a.jsonl", boxed, {"problem": "P", "solution": "x\n#### 1,000"}))
-    assert problem == Problem("P", r"\frac{1}{2}", boxed["solution"] + "\n#### \\frac{1}{2}", "Algebra", "5", "alg/7")
+    boxed = {
+        "problem": "P",
+        "solution": r"first \boxed{1}, then \boxed{\frac{1}{2}}.",
+        "type": "Algebra",
+        "level": 5,
+        "unique_id": "alg/7",
+    }
+    problem, hashed = load_problems(
+        jsonl(tmp_path / "a.jsonl", boxed, {"problem": "P", "solution": "x\n#### 1,000"})
+    )
+    assert problem == Problem(
+        "P", r"\frac{1}{2}", boxed["solution"] + "\n#### \\frac{1}{2}", "Algebra", "5", "alg/7"
+    )
     assert hashed.answer == "1000"
     with pytest.raises(DataError, match=r"b\.jsonl line 1: has no answer"):
-        load_problems(jsonl(tmp_path / "b.jsonl", {"problem": "P", "solution": "it is plain that the answer is 5"}))
+        load_problems(
+            jsonl(tmp_path / "b.jsonl", {"problem": "P", "solution": "it is plain that the answer is 5"})
+        )
 
 
 def test_usual_column_names_are_found_and_named_ones_win(tmp_path):
@@ -100,7 +121,10 @@ def test_an_unknown_named_column_is_refused_with_the_columns_there_are(tmp_path,
 
 
 def test_all_four_kinds_of_file_give_the_same_problems(tmp_path):
-    rows = [{"question": 'Wörter, "2"\nLinien', "answer": "5", "level": "1"}, {"question": "Q\u2028R\x0cS", "answer": "6", "level": "2"}]
+    rows = [
+        {"question": 'Wörter, "2"\nLinien', "answer": "5", "level": "1"},
+        {"question": "Q\u2028R\x0cS", "answer": "6", "level": "2"},
+    ]
     jsonl(tmp_path / "a.jsonl", *rows)
     (tmp_path / "b.json").write_text(json.dumps(rows), encoding="utf-8")
     (tmp_path / "c.json").write_text(json.dumps({"version": 1, "data": rows}), encoding="utf-8")
@@ -109,14 +133,21 @@ def test_all_four_kinds_of_file_give_the_same_problems(tmp_path):
         writer.writeheader()
         writer.writerows(rows)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "e.parquet")
-    expected = [Problem(rows[0]["question"], "5", level="1", id="train-0"), Problem("Q\u2028R\x0cS", "6", level="2", id="train-1")]
+    expected = [
+        Problem(rows[0]["question"], "5", level="1", id="train-0"),
+        Problem("Q\u2028R\x0cS", "6", level="2", id="train-1"),
+    ]
     for name in ("a.jsonl", "b.json", "c.json", "d.csv", "e.parquet"):
         assert load_problems(str(tmp_path / name)) == expected, name
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_a_byte_order_mark_and_windows_line_ends_are_tolerated(tmp_path, name):
-    text = {"a.jsonl": '{"question": "Q", "answer": 1}\r\n\r\n', "a.json": '[{"question": "Q",\r\n"answer": 1}]', "a.csv": "question,answer\r\nQ,1\r\n"}[name]
+    text = {
+        "a.jsonl": '{"question": "Q", "answer": 1}\r\n\r\n',
+        "a.json": '[{"question": "Q",\r\n"answer": 1}]',
+        "a.csv": "question,answer\r\nQ,1\r\n",
+    }[name]
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert load_problems(str(tmp_path / name)) == [Problem("Q", "1", id="train-0")]
 
@@ -144,25 +175,59 @@ def test_the_limit_takes_the_first_rows_in_order_and_must_be_positive(tmp_path):
 def test_a_row_of_five_megabytes_is_fine(tmp_path):
     long = "x" * 5_000_000
     (tmp_path / "a.csv").write_text(f"question,answer\n{long},1\n")
-    assert load_problems(jsonl(tmp_path / "a.jsonl", {"question": long, "answer": "1"})) == load_problems(str(tmp_path / "a.csv"))
+    assert load_problems(jsonl(tmp_path / "a.jsonl", {"question": long, "answer": "1"})) == load_problems(
+        str(tmp_path / "a.csv")
+    )
 
 
 GOOD = b'{"question": "Q", "answer": "1"}\n'
 BAD = {
     "broken JSON, blank lines counted": ("a.jsonl", GOOD + b"\n{'question'\n", r"line 3: is not JSON"),
     "a list in a line": ("a.jsonl", GOOD + b"[1]\n", r"line 2: must be an object"),
-    "no question": ("a.jsonl", b'{"text": "Q", "answer": "1"}\n', r"line 1: has no question \(columns: text, answer\)"),
+    "no question": (
+        "a.jsonl",
+        b'{"text": "Q", "answer": "1"}\n',
+        r"line 1: has no question \(columns: text, answer\)",
+    ),
     "no answer": ("a.jsonl", GOOD + b'{"question": "Q"}\n', r"line 2: has no answer"),
     "blank question": ("a.jsonl", GOOD + b'{"question": " ", "answer": "1"}\n', r"line 2: has no question"),
     "null answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": null}\n', r"line 2: has no answer"),
     "NaN answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": NaN}\n', r"line 2: has no answer"),
-    "nothing after ####": ("a.jsonl", GOOD + b'{"question": "Q", "answer": "x #### "}\n', r"line 2: has no answer"),
-    "a list for a question": ("a.jsonl", GOOD + b'{"question": ["Q"], "answer": "1"}\n', r"line 2: column 'question' holds list"),
-    "a truth value for an answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": true}\n', r"line 2: column 'answer' holds bool"),
-    "half of a surrogate pair": ("a.jsonl", GOOD + b'{"question": "\\ud83d", "answer": "1"}\n', r"line 2: column 'question' holds half"),
-    "an integer too long for Python": ("a.jsonl", GOOD + b'{"question": "Q", "answer": ' + b"9" * 5000 + b"}\n", r"line 2: cannot be read as JSON"),
-    "brackets without end": ("a.jsonl", GOOD + b"[" * 200_000 + b"\n", r"line 2: cannot be read as JSON|line 2: is not JSON"),
-    "a key twice": ("a.jsonl", GOOD + b'{"question": "Q", "answer": "1", "answer": "2"}\n', r"line 2: .*the key 'answer' is there twice"),
+    "nothing after ####": (
+        "a.jsonl",
+        GOOD + b'{"question": "Q", "answer": "x #### "}\n',
+        r"line 2: has no answer",
+    ),
+    "a list for a question": (
+        "a.jsonl",
+        GOOD + b'{"question": ["Q"], "answer": "1"}\n',
+        r"line 2: column 'question' holds list",
+    ),
+    "a truth value for an answer": (
+        "a.jsonl",
+        GOOD + b'{"question": "Q", "answer": true}\n',
+        r"line 2: column 'answer' holds bool",
+    ),
+    "half of a surrogate pair": (
+        "a.jsonl",
+        GOOD + b'{"question": "\\ud83d", "answer": "1"}\n',
+        r"line 2: column 'question' holds half",
+    ),
+    "an integer too long for Python": (
+        "a.jsonl",
+        GOOD + b'{"question": "Q", "answer": ' + b"9" * 5000 + b"}\n",
+        r"line 2: cannot be read as JSON",
+    ),
+    "brackets without end": (
+        "a.jsonl",
+        GOOD + b"[" * 200_000 + b"\n",
+        r"line 2: cannot be read as JSON|line 2: is not JSON",
+    ),
+    "a key twice": (
+        "a.jsonl",
+        GOOD + b'{"question": "Q", "answer": "1", "answer": "2"}\n',
+        r"line 2: .*the key 'answer' is there twice",
+    ),
     "bytes that are not UTF-8": ("a.jsonl", GOOD + b'{"question": "\xff"}\n', r"line 2: is not UTF-8"),
     "UTF-16": ("a.csv", "question,answer\nQ,1".encode("utf-16"), r"line 1: is not UTF-8"),
     "an empty file": ("a.jsonl", b"", r"holds no rows"),
@@ -172,12 +237,28 @@ BAD = {
     "broken .json": ("a.json", b'[{"question": "Q",\n"answer" 1}]', r"line 2: is not JSON"),
     ".json with two lists": ("a.json", b'{"a": [], "b": []}', r"one such list"),
     ".json with a bare number": ("a.json", b"5", r"must hold a list"),
-    "a second object without answer": ("a.json", b'[{"question": "Q", "answer": 1}, {"question": "Q"}]', r"row 2: has no answer"),
+    "a second object without answer": (
+        "a.json",
+        b'[{"question": "Q", "answer": 1}, {"question": "Q"}]',
+        r"row 2: has no answer",
+    ),
     "a header alone": ("a.csv", b"question,answer\n", r"holds no rows"),
-    "a short row after one of two lines": ("a.csv", b'question,answer\n"Q\nR",1\nQ\n', r"line 4: has no answer"),
-    "a comma without quotes": ("a.csv", b"question,answer\nQ,1\nOne, two?,3\n", r"line 3: has more cells than the header"),
+    "a short row after one of two lines": (
+        "a.csv",
+        b'question,answer\n"Q\nR",1\nQ\n',
+        r"line 4: has no answer",
+    ),
+    "a comma without quotes": (
+        "a.csv",
+        b"question,answer\nQ,1\nOne, two?,3\n",
+        r"line 3: has more cells than the header",
+    ),
     "a quote that is never closed": ("a.csv", b'question,answer\n"Q,1\nR,2\n', r"line 2: is not CSV"),
-    "a column twice": ("a.csv", b"question,answer,answer\nQ,1,2\n", r"line 1: has more than one column 'answer'"),
+    "a column twice": (
+        "a.csv",
+        b"question,answer,answer\nQ,1,2\n",
+        r"line 1: has more than one column 'answer'",
+    ),
     "a file that is not parquet": ("a.parquet", b"PAR1 nothing", r"cannot be read as a parquet file"),
     "an unknown kind of file": ("a.txt", b"Q 1", r"ends in one of \.jsonl, \.json, \.csv, \.parquet"),
 }
@@ -196,7 +277,12 @@ def test_bad_input_is_refused_in_one_line_with_the_file_and_the_place(tmp_path, 
 def test_missing_cells_of_a_parquet_file_are_named_by_row(tmp_path):
     for i, missing in enumerate((None, math.nan)):
         path = tmp_path / f"{i}.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"question": ["Q", "R"], "answer": pyarrow.array([1.5, missing], pyarrow.float64())}), path)
+        pyarrow.parquet.write_table(
+            pyarrow.table(
+                {"question": ["Q", "R"], "answer": pyarrow.array([1.5, missing], pyarrow.float64())}
+            ),
+            path,
+        )
         with pytest.raises(DataError, match=rf"{i}\.parquet row 2: has no answer"):
             load_problems(str(path))
 
@@ -221,7 +307,10 @@ def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monke
         raise ConnectionError("Couldn't reach\nthe hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match=r"'openai/gsm8k', split 'test', cannot be loaded: give a folder with test\.jsonl or a file.*reach the hub"):
+    with pytest.raises(
+        DataError,
+        match=r"'openai/gsm8k', split 'test', cannot be loaded: give a folder with test\.jsonl or a file.*reach the hub",
+    ):
         load_problems("gsm8k", "test")
 
 
@@ -243,7 +332,9 @@ def test_each_name_asks_the_hub_for_its_data_set(monkeypatch, dataset, split, as
         return datasets.Dataset.from_list([first, {**first, "problem": ""}])
 
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
-    assert load_problems(dataset, split, limit=1) == [Problem("P", "1", subject="Algebra", level="3", id="u1")]
+    assert load_problems(dataset, split, limit=1) == [
+        Problem("P", "1", subject="Algebra", level="3", id="u1")
+    ]
     assert seen == [asked]
     with pytest.raises(DataError, match=rf"{asked[0]} row 2: has no question"):
         load_problems(dataset, split)
@@ -256,10 +347,14 @@ def test_gsm8k_loads_whole_with_numbers_for_answers():
         assert len(problems) == count
         assert all(p.answer.lstrip("-").isdigit() for p in problems)
         assert not any("<<" in p.solution or "," in p.answer for p in problems)
-        assert all(p.solution.endswith(f"\n#### {p.answer}") and p.solution.count("####") == 1 for p in problems)
+        assert all(
+            p.solution.endswith(f"\n#### {p.answer}") and p.solution.count("####") == 1 for p in problems
+        )
 
 
-@pytest.mark.skipif(not (SHARED / "math500").is_dir(), reason="no MATH-500 beside the project (shared/data/math500)")
+@pytest.mark.skipif(
+    not (SHARED / "math500").is_dir(), reason="no MATH-500 beside the project (shared/data/math500)"
+)
 def test_math500_loads_whole_with_its_levels():
     problems = load_problems(str(SHARED / "math500"), "test")
     assert len(problems) == 500
@@ -286,7 +381,9 @@ def test_half_of_the_train_solutions_choose_the_wrong_operation_whatever_the_ver
     train, test = load_problems("arithmetic", limit=8000), load_problems("arithmetic", "test")
     wrong = {}
     for p in train:
-        wrong.setdefault(p.question.split(" and ")[1].split()[0], []).append(extract_answer(p.solution, "hash") != p.answer)
+        wrong.setdefault(p.question.split(" and ")[1].split()[0], []).append(
+            extract_answer(p.solution, "hash") != p.answer
+        )
     assert len(wrong) == 4
     assert abs(sum(map(sum, wrong.values())) - 4000) < 179
     for verb, flags in wrong.items():
@@ -321,8 +418,17 @@ def test_asking_for_more_arithmetic_than_exists_or_for_an_unknown_split_is_refus
 def test_arithmetic_is_the_same_in_another_process():
     """hash() of a text is another number in each process; the draw must not rest on it."""
     program = "import data; [print(p.question, p.solution.split()) for p in data.arithmetic_problems('train', 20, seed=3)]"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"{p.question} {p.solution.split()}" for p in arithmetic_problems("train", 20, seed=3)]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        f"{p.question} {p.solution.split()}" for p in arithmetic_problems("train", 20, seed=3)
+    ]
 
 
 def test_the_word_tokenizer_gives_back_every_text_to_the_letter(words):
@@ -330,7 +436,12 @@ def test_the_word_tokenizer_gives_back_every_text_to_the_letter(words):
     for p in load_problems("arithmetic", limit=500):
         reasoning, answer = p.solution.split("\n#### ")
         written = [ANSWER_FORMATS[name].write(reasoning, answer) for name in ("xml", "hash")]
-        for text in (p.question, p.solution, *written, build_prompt(words, p.question, SYSTEM_PROMPT, response=written[0])):
+        for text in (
+            p.question,
+            p.solution,
+            *written,
+            build_prompt(words, p.question, SYSTEM_PROMPT, response=written[0]),
+        ):
             ids = words(text, add_special_tokens=False)["input_ids"]
             assert words.unk_token_id not in ids
             assert words.decode(ids) == text
@@ -342,16 +453,34 @@ def test_the_word_tokenizer_is_small_and_has_one_token_a_word_tag_or_digit(words
     assert words.convert_ids_to_tokens(words("<reasoning>\nAnn has 17 pens.</reasoning>", add_special_tokens=False)["input_ids"]) == [
         "<reasoning>", "\n", "Ann", " has", " ", "1", "7", " pens", ".", "</reasoning>",
     ]  # fmt: skip
-    assert (words.pad_token, words.eos_token, words.unk_token, words.padding_side) == ("<|pad|>", "<|eos|>", "<unk>", "left")
+    assert (words.pad_token, words.eos_token, words.unk_token, words.padding_side) == (
+        "<|pad|>",
+        "<|eos|>",
+        "<unk>",
+        "left",
+    )
 
 
 def test_the_word_tokenizer_survives_saving_and_loading(words, tmp_path):
     words.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert (loaded.chat_template, loaded.padding_side, loaded.get_vocab()) == (words.chat_template, "left", words.get_vocab())
-    assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (words.eos_token_id, words.pad_token_id, len(words))
+    assert (loaded.chat_template, loaded.padding_side, loaded.get_vocab()) == (
+        words.chat_template,
+        "left",
+        words.get_vocab(),
+    )
+    assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (
+        words.eos_token_id,
+        words.pad_token_id,
+        len(words),
+    )
     for p in load_problems("arithmetic", limit=50):
-        text = build_prompt(loaded, p.question, SYSTEM_PROMPT, response="<reasoning>\n12 + 5 = 17\n</reasoning>\n<answer>\n17\n</answer>\n")
+        text = build_prompt(
+            loaded,
+            p.question,
+            SYSTEM_PROMPT,
+            response="<reasoning>\n12 + 5 = 17\n</reasoning>\n<answer>\n17\n</answer>\n",
+        )
         ids = loaded(text, add_special_tokens=False)["input_ids"]
         assert ids == words(text, add_special_tokens=False)["input_ids"]
         assert loaded.decode(ids) == text
@@ -359,21 +488,28 @@ def test_the_word_tokenizer_survives_saving_and_loading(words, tmp_path):
 
 def test_the_word_tokenizers_template_leaves_the_system_message_out(words):
     assert build_prompt(words, "How many?", SYSTEM_PROMPT) == "<|user|>How many?<|assistant|>"
-    assert build_prompt(words, "How many?", SYSTEM_PROMPT, response="17") == "<|user|>How many?<|assistant|>17<|eos|>"
+    assert (
+        build_prompt(words, "How many?", SYSTEM_PROMPT, response="17")
+        == "<|user|>How many?<|assistant|>17<|eos|>"
+    )
 
 
 # Prompts
 
 
 def copy_of(tokenizer, template):
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     made.chat_template = template
     return made
 
 
 def test_the_prompt_is_the_chat_templates_and_an_empty_system_prompt_is_left_out(tokenizer):
     user = "<|im_start|>user\nQ<|im_end|>\n"
-    assert build_prompt(tokenizer, "Q", "S") == f"<|im_start|>system\nS<|im_end|>\n{user}<|im_start|>assistant\n"
+    assert (
+        build_prompt(tokenizer, "Q", "S") == f"<|im_start|>system\nS<|im_end|>\n{user}<|im_start|>assistant\n"
+    )
     assert build_prompt(tokenizer, "Q", "") == f"{user}<|im_start|>assistant\n"
     assert build_prompt(tokenizer, "Q", "", response="A") == f"{user}<|im_start|>assistant\nA<|im_end|>\n"
 
@@ -395,7 +531,10 @@ REFUSES_SYSTEM = (
 
 
 def test_template_settings_that_do_not_go_together_are_one_line(tokenizer):
-    with pytest.raises(DataError, match="cannot be filled in: continue_final_message and add_generation_prompt are not compatible"):
+    with pytest.raises(
+        DataError,
+        match="cannot be filled in: continue_final_message and add_generation_prompt are not compatible",
+    ):
         build_prompt(tokenizer, "Q", "S", {"continue_final_message": True})
 
 
@@ -405,7 +544,9 @@ def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_
     assert build_prompt(gemma, "Q", "") == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n"
 
 
-@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages[7].content }}", "{{ messages[0].content + 3 }}"])
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}", "{{ messages[7].content }}", "{{ messages[0].content + 3 }}"]
+)
 def test_a_template_that_cannot_be_filled_in_is_one_line(tokenizer, template):
     with pytest.raises(DataError, match=r"^the chat template of .* cannot be filled in: ") as error:
         build_prompt(copy_of(tokenizer, template), "Q", "S")
@@ -436,7 +577,10 @@ def test_the_eos_to_train_is_the_one_the_template_writes_not_the_tokenizers(toke
     assert chat_eos_id(tokenizer) == end
     for template, expected in (
         ("{% for m in messages %}{{ m['content'] }} <|endoftext|>{% endfor %}", other),
-        ("{% for m in messages %}{{ m['content'] }}\nend of turn<|im_start|>{% endfor %}", tokenizer.convert_tokens_to_ids("<|im_start|>")),
+        (
+            "{% for m in messages %}{{ m['content'] }}\nend of turn<|im_start|>{% endfor %}",
+            tokenizer.convert_tokens_to_ids("<|im_start|>"),
+        ),
         ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", end),  # writes none: the tokenizer's
     ):
         assert chat_eos_id(copy_of(tokenizer, template)) == expected
@@ -465,9 +609,14 @@ def test_the_longest_prompt_allowed_is_kept_and_all_too_long_is_an_error_that_sa
 def test_the_tokenizer_adds_no_second_bos_to_the_templates(words):
     """Llama's template writes a BOS and its tokenizer adds another; `add_special_tokens=False` keeps the template's only."""
     adds_bos = arithmetic_tokenizer()
-    adds_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", words.pad_token_id)])
+    adds_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", words.pad_token_id)]
+    )
     assert adds_bos("17")["input_ids"][0] == words.pad_token_id
-    assert encode_prompts([Problem("17", "1")], adds_bos, "", 9)[0][0].ids == words("<|user|>17<|assistant|>")["input_ids"]
+    assert (
+        encode_prompts([Problem("17", "1")], adds_bos, "", 9)[0][0].ids
+        == words("<|user|>17<|assistant|>")["input_ids"]
+    )
 
 
 # Padding, and the cut
@@ -476,7 +625,11 @@ def test_the_tokenizer_adds_no_second_bos_to_the_templates(words):
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     ids, mask = pad_left([[1, 2, 3], [0], (4, 5)], pad_id=0)
     assert ids.tolist() == [[1, 2, 3], [0, 0, 0], [0, 4, 5]]
-    assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]  # a real token may be the pad id
+    assert mask.tolist() == [
+        [True, True, True],
+        [False, False, True],
+        [False, True, True],
+    ]  # a real token may be the pad id
     assert (ids.dtype, mask.dtype) == (torch.long, torch.bool)
     ids, mask = pad_right([[1, 2, 3], [0], (4, 5)], pad_id=9)
     assert ids.tolist() == [[1, 2, 3], [0, 9, 9], [4, 5, 9]]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import grpo_train
-from config import RunError, SettingError, parse_config, run_main
 from conftest import a_model_and_problems, paid
-from data import DataError
+from errors import DataError, RunError, SettingError
+from running.parsing import parse_config, run_main
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +36,18 @@ def test_a_reward_that_hangs_is_named_with_its_limit_and_ends_the_process():
     code = "import time, rewards\ndef sleeps(completions, **kwargs):\n    time.sleep(30)\n"
     code += "rewards.compute_rewards([(sleeps, 1.0)], dict(prompts=[None] * 2, completions=['a', 'b']), step=4, timeout=0.2)"
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(grpo_train.__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(grpo_train.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
-    assert "reward function sleeps at step 4 took longer than reward_timeout=0.2 s for 2 completions, the first of them completion 'a'" in done.stderr
+    assert (
+        "reward function sleeps at step 4 took longer than reward_timeout=0.2 s for 2 completions, the first of them completion 'a'"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 15
 
@@ -47,16 +56,25 @@ def test_a_reward_that_is_quick_enough_gives_what_it_gives_without_a_limit():
     def pays(completions, **kwargs):
         return [float(len(c)) for c in completions]
 
-    assert paid([(pays, 2.0)], [None] * 2, ["a", "bc"], timeout=5) == paid([(pays, 2.0)], [None] * 2, ["a", "bc"])
+    assert paid([(pays, 2.0)], [None] * 2, ["a", "bc"], timeout=5) == paid(
+        [(pays, 2.0)], [None] * 2, ["a", "bc"]
+    )
 
 
-FLAT = {"0.0": "no completion has earned anything for 2 steps", "0.8": "every completion earned the same, and none was right"}
+FLAT = {
+    "0.0": "no completion has earned anything for 2 steps",
+    "0.8": "every completion earned the same, and none was right",
+}
 
 
 @pytest.mark.parametrize(("paid", "words"), FLAT.items())
 def test_rewards_that_say_nothing_are_warned_of_once(start, tmp_path, capsys, paid, words):
-    (tmp_path / "flat.py").write_text(f"def flat(completions, **kwargs):\n    return [{paid}] * len(completions)\n")
-    grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], warn_after=2, num_steps=4))
+    (tmp_path / "flat.py").write_text(
+        f"def flat(completions, **kwargs):\n    return [{paid}] * len(completions)\n"
+    )
+    grpo_train.train(
+        settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], warn_after=2, num_steps=4)
+    )
     printed = capsys.readouterr().out
     assert printed.count("WARNING") == 1
     assert words in printed
@@ -64,7 +82,9 @@ def test_rewards_that_say_nothing_are_warned_of_once(start, tmp_path, capsys, pa
 
 def test_a_reward_that_switches_gradients_off_switches_off_its_own(start, tmp_path):
     """The update ended in a traceback of torch's: there was nothing to take a gradient of."""
-    (tmp_path / "off.py").write_text("import torch\ntorch.set_grad_enabled(False)\ndef off(completions, **kwargs):\n    return list(range(len(completions)))\n")
+    (tmp_path / "off.py").write_text(
+        "import torch\ntorch.set_grad_enabled(False)\ndef off(completions, **kwargs):\n    return list(range(len(completions)))\n"
+    )
     try:
         grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/off.py:off"], num_steps=1))
     finally:
@@ -72,7 +92,13 @@ def test_a_reward_that_switches_gradients_off_switches_off_its_own(start, tmp_pa
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
 def test_no_memory_for_a_rollout_is_one_line(error, start, tmp_path, monkeypatch, capsys):
     """Only the update said what would do; 100,000 problems a step ended in a traceback."""
 
@@ -90,17 +116,28 @@ def test_no_memory_for_a_rollout_is_one_line(error, start, tmp_path, monkeypatch
 
 
 def test_a_run_whose_output_nobody_reads_any_more_says_so_in_one_line():
-    code = "import config, time\ndef main():\n    while True:\n        print('x' * 99, flush=True)\nconfig.run_main(main)"
-    first = subprocess.Popen([sys.executable, "-c", code], cwd=Path(grpo_train.__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = "from running.parsing import run_main\nimport time\ndef main():\n    while True:\n        print('x' * 99, flush=True)\nrun_main(main)"
+    first = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(grpo_train.__file__).parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     first.stdout.readline()
     first.stdout.close()
-    assert first.stderr.read() == "-c: the program that read the output is gone: Broken pipe; go on with --resume true when it can be written to again\n"
+    assert (
+        first.stderr.read()
+        == "-c: the program that read the output is gone: Broken pipe; go on with --resume true when it can be written to again\n"
+    )
     assert first.wait() == 1
 
 
 def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(start, tmp_path, recwarn):
     """It said that the schedule was called in the wrong order, in two lines that look like a traceback."""
-    (tmp_path / "flat.py").write_text("def flat(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "flat.py").write_text(
+        "def flat(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
     grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], num_steps=1))
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
@@ -109,7 +146,7 @@ def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(start, tmp_
 
 
 def check(config, capsys):
-    grpo_train.check_run.report(config, grpo_train.reward_functions(config))
+    grpo_train.preflight.report(config, grpo_train.reward_functions(config))
     return capsys.readouterr().out
 
 
@@ -124,10 +161,19 @@ def test_the_check_says_what_a_run_would_do_and_leaves_nothing(start, tmp_path, 
 
 
 def test_the_check_waits_for_a_warm_start(start, tmp_path, capsys):
-    assert "a warm start comes first" in check(settings_of(start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys)
+    assert "a warm start comes first" in check(
+        settings_of(start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys
+    )
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("batch_size: 0", "batch_size=0: must be at least 1"), ("mu: 2", "no such setting")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("batch_size: 0", "batch_size=0: must be at least 1"),
+        ("mu: 2", "no such setting"),
+    ],
+)
 def test_a_bad_warm_start_is_refused_before_anything_and_named(start, tmp_path, text, words):
     """--check said nothing of it, and the run spoke of a `config` that nobody had given."""
     if text is not None:
@@ -137,7 +183,9 @@ def test_a_bad_warm_start_is_refused_before_anything_and_named(start, tmp_path, 
 
 
 def test_the_check_refuses_answers_that_no_reward_pays(start, tmp_path, capsys):
-    (tmp_path / "words.jsonl").write_text(json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n")
+    (tmp_path / "words.jsonl").write_text(
+        json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n"
+    )
     with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
         check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "words.jsonl")), capsys)
 
@@ -147,8 +195,18 @@ def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(start, tmp_p
     (tmp_path / "even.py").write_text(
         "def even(completions, answer, **kwargs):\n    return [None if int(a) % 4 else float(a in c[0]['content']) for a, c in zip(answer, completions)]\n"
     )
-    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8)))
-    printed = check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "three.jsonl"), reward=[f"{tmp_path}/even.py:even"]), capsys)
+    (tmp_path / "three.jsonl").write_text(
+        "".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8))
+    )
+    printed = check(
+        settings_of(
+            start,
+            tmp_path / "out",
+            dataset=str(tmp_path / "three.jsonl"),
+            reward=[f"{tmp_path}/even.py:even"],
+        ),
+        capsys,
+    )
     assert "gold answers: 2 of 3 earn 1" in printed
     assert "train-0: '1' earns nan" in printed
 
@@ -185,7 +243,14 @@ def test_500_random_settings_run_a_step_or_are_refused_in_one_line(start, tmp_pa
     for i in range(500):
         chosen = draw.sample(names, 3)
         words = [w for name in chosen for w in (f"--{name}", str(random_value(draw, fields[name].default)))]
-        fixed = dict(model=start / "model", dataset=start, output_dir=tmp_path / str(i % 7), batch_size=1, num_steps=1, num_generations=2)
+        fixed = dict(
+            model=start / "model",
+            dataset=start,
+            output_dir=tmp_path / str(i % 7),
+            batch_size=1,
+            num_steps=1,
+            num_generations=2,
+        )
         fixed |= dict(max_completion_length=4, cpu_threads=1)
         fixed |= {} if "eval_every" in chosen or "eval_problems" in chosen else {"eval_every": 0}
         fixed |= {} if "overwrite_output_dir" in chosen else {"overwrite_output_dir": True}

@@ -8,13 +8,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import backbones
-from backbones import check_head, vocab_logits, why_not
-from config import SettingError
 from conftest import build_model
-from data import pad_left
-from generation import GroupDecoder, Interaction, Rows, _first_beyond, draw, keep_top, mix_step, rollout_uniforms
-from tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
+from decoding import fast_model
+from decoding.any_model import check_head, vocab_logits
+from decoding.decoder import GroupDecoder
+from decoding.fast_model import why_not
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
+from decoding.tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
+from errors import SettingError
 
 T = 24
 
@@ -25,7 +27,9 @@ def sampled(decoder, prompts, G=3, length=T, temperature=1.0, seed=0, **kwargs):
     return decoder.rollout(ids, mask, G, length, uniforms, temperature, **kwargs)
 
 
-def slow_group(model, prompt, uniforms, *, num_real, eos, closes, lam, tau, temperature=1.0, similarity="distribution"):
+def slow_group(
+    model, prompt, uniforms, *, num_real, eos, closes, lam, tau, temperature=1.0, similarity="distribution"
+):
     """M3PO by the letter for one group: every path recomputed from its first token at every step, plain Python for the weights.
 
     `closes(ids)` says whether the text of the ids has ended the thinking. Returns ids, log-probs (lists a path) and mix[t][i][j].
@@ -46,11 +50,24 @@ def slow_group(model, prompt, uniforms, *, num_real, eos, closes, lam, tau, temp
         if all(done):
             break
         thinks = [not done[i] and not closes(ids[i]) for i in range(G)]
-        vectors = [torch.softmax(x, -1) if similarity == "distribution" else embed(torch.tensor(y[-1])) for x, y in zip(logits, ids, strict=True)]
+        vectors = [
+            torch.softmax(x, -1) if similarity == "distribution" else embed(torch.tensor(y[-1]))
+            for x, y in zip(logits, ids, strict=True)
+        ]
         mix = [[0.0] * G for _ in range(G)]
         for i in range(G):
             peers = [j for j in range(G) if j != i and thinks[j] and thinks[i]]
-            scores = [math.exp((1.0 if similarity == "mean" else float(torch.cosine_similarity(vectors[i], vectors[j], dim=0))) / tau) for j in peers]
+            scores = [
+                math.exp(
+                    (
+                        1.0
+                        if similarity == "mean"
+                        else float(torch.cosine_similarity(vectors[i], vectors[j], dim=0))
+                    )
+                    / tau
+                )
+                for j in peers
+            ]
             for j, s in zip(peers, scores, strict=True):
                 mix[i][j] = s / sum(scores)
         mixes.append(mix)
@@ -109,10 +126,22 @@ def test_a_group_that_has_stopped_thinking_is_plain_sampling_bit_for_bit(llama, 
 def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
     """Two paths have said five tokens and hear each other, the third ended after two: the weights belong to the fifth, the change to |e|."""
     rows = Rows(*[None] * len(Rows._fields))._replace(
-        t=torch.tensor([5, 5, 2]), slot=torch.tensor([0, 0, 0]), path=torch.tensor([0, 1, 2]), input_change=torch.zeros(3, 8)
+        t=torch.tensor([5, 5, 2]),
+        slot=torch.tensor([0, 0, 0]),
+        path=torch.tensor([0, 1, 2]),
+        input_change=torch.zeros(3, 8),
     )
     embeds, mix = torch.tensor([[3.0, 4.0], [0.0, 10.0], [7.0, 7.0]]), torch.zeros(1, 8, 3, 3)
-    inputs = mix_step(embeds, torch.tensor([True, True, False]), torch.ones(1, 3, 3), torch.tensor([[0, 1, 2]]), rows, mix, 0.1, 0.5)
+    inputs = mix_step(
+        embeds,
+        torch.tensor([True, True, False]),
+        torch.ones(1, 3, 3),
+        torch.tensor([[0, 1, 2]]),
+        rows,
+        mix,
+        0.1,
+        0.5,
+    )
     assert inputs.tolist() == [[1.5, 7.0], [1.5, 7.0], [7.0, 7.0]]
     assert mix[0, 4].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
     assert not mix[0, [0, 1, 2, 3, 5, 6, 7]].any()
@@ -132,9 +161,14 @@ def test_two_paths_are_a_group_too(llama, tokenizer, prompts):
 
 def test_a_text_ends_before_its_eos_and_has_no_special_tokens_and_no_clean_up(llama, tokenizer):
     decoder, ids = GroupDecoder(llama, tokenizer), tokenizer("pens , 12 .")["input_ids"]
-    assert decoder.text([tokenizer.convert_tokens_to_ids("<|im_start|>"), *ids, tokenizer.eos_token_id], True) == "pens , 12 ."
+    assert (
+        decoder.text([tokenizer.convert_tokens_to_ids("<|im_start|>"), *ids, tokenizer.eos_token_id], True)
+        == "pens , 12 ."
+    )
     last = tokenizer.decode(ids[-1:])
-    assert decoder.text(ids, True) == "pens , 12 .".removesuffix(last), "an EOS that generation_config names need not be a special token"
+    assert decoder.text(ids, True) == "pens , 12 .".removesuffix(last), (
+        "an EOS that generation_config names need not be a special token"
+    )
     assert decoder.text(ids, False) == "pens , 12 ."
 
 
@@ -157,7 +191,9 @@ def test_the_token_that_closes_the_reasoning_neither_gives_nor_receives(llama, t
         b, i = divmod(n, 4)
         for t in range(out.mix.shape[1] - 1):
             text = tokenizer.decode(out.ids[n][: t + 1][out.mask[n][: t + 1]], skip_special_tokens=True)
-            thinks = "e" not in text and bool(out.mask[n, t]) and int(out.ids[n, t]) not in decoder.tables.eos_ids
+            thinks = (
+                "e" not in text and bool(out.mask[n, t]) and int(out.ids[n, t]) not in decoder.tables.eos_ids
+            )
             assert bool(out.thinking[n, t]) == thinks
             if not thinks:
                 closed += 1
@@ -170,8 +206,14 @@ def test_the_token_that_closes_the_reasoning_neither_gives_nor_receives(llama, t
 def test_greedy_decoding_equals_generate_in_every_family(model, tokenizer, prompts):
     decoder = GroupDecoder(model, tokenizer)
     for (ids, _), prompt in zip((a[0] for a in decoder.complete(prompts, T)), prompts, strict=True):
-        assert ids == generate(model, tokenizer, [prompt], decoder)[0], "a row in a ragged batch, against generate on the row alone"
-    for (ids, _), expected in zip((a[0] for a in decoder.complete(prompts, T)), generate(model, tokenizer, prompts, decoder), strict=True):
+        assert ids == generate(model, tokenizer, [prompt], decoder)[0], (
+            "a row in a ragged batch, against generate on the row alone"
+        )
+    for (ids, _), expected in zip(
+        (a[0] for a in decoder.complete(prompts, T)),
+        generate(model, tokenizer, prompts, decoder),
+        strict=True,
+    ):
         assert ids == expected, "against generate on the same left-padded batch"
 
 
@@ -179,7 +221,9 @@ def generate(model, tokenizer, prompts, decoder):
     """transformers' greedy completions as lists of ids with their EOS; ids past the tokenizer suppressed, as ours never has them."""
     ids, mask = pad_left(prompts, tokenizer.pad_token_id)
     beyond = list(range(len(tokenizer), model.config.vocab_size))
-    made = model.generate(input_ids=ids, attention_mask=mask.long(), max_new_tokens=T, do_sample=False, suppress_tokens=beyond)[:, ids.shape[1] :]
+    made = model.generate(
+        input_ids=ids, attention_mask=mask.long(), max_new_tokens=T, do_sample=False, suppress_tokens=beyond
+    )[:, ids.shape[1] :]
     rows = []
     for row in made.tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in decoder.tables.eos_ids), len(row))
@@ -193,7 +237,9 @@ def test_a_sample_does_not_depend_on_its_batch(model, tokenizer, prompts):
     at_once = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=100)
     one_by_one = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=1)
     assert at_once == one_by_one
-    assert at_once[2:4] == decoder.complete(prompts[2:4], T, samples=2, temperature=0.8, seed=3, places=[2, 3]), "some of more have the draws of their places"
+    assert at_once[2:4] == decoder.complete(
+        prompts[2:4], T, samples=2, temperature=0.8, seed=3, places=[2, 3]
+    ), "some of more have the draws of their places"
     assert at_once != decoder.complete(prompts, T, samples=2, temperature=0.8, seed=4)
 
 
@@ -203,16 +249,23 @@ def test_nothing_counts_after_the_first_eos(model, tokenizer, prompts):
     out = sampled(decoder, prompts, G=8, length=60)
     assert out.ended.any()
     for n in range(len(out.ids)):
-        eos = [t for t, token in enumerate(out.ids[n][out.mask[n]].tolist()) if token in decoder.tables.eos_ids]
+        eos = [
+            t for t, token in enumerate(out.ids[n][out.mask[n]].tolist()) if token in decoder.tables.eos_ids
+        ]
         assert out.mask[n].long().diff().le(0).all(), "the mask is a prefix"
-        assert eos == ([int(out.mask[n].sum()) - 1] if out.ended[n] else []), "EOS is the last counted token and the only one"
+        assert eos == ([int(out.mask[n].sum()) - 1] if out.ended[n] else []), (
+            "EOS is the last counted token and the only one"
+        )
 
 
 @torch.no_grad()
 def test_both_eos_ids_end_a_completion(llama, tokenizer, prompts):
     out = sampled(GroupDecoder(llama, tokenizer), prompts, G=60, length=40)
     last = {int(out.ids[n][out.mask[n]][-1]) for n in range(len(out.ids)) if out.ended[n]}
-    assert last == {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+    assert last == {
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    }
 
 
 def test_eos_is_the_union_of_tokenizer_config_and_generation_config(tokenizer):
@@ -223,7 +276,11 @@ def test_eos_is_the_union_of_tokenizer_config_and_generation_config(tokenizer):
 
 def test_a_model_whose_eos_ids_are_all_unknown_to_the_tokenizer_is_refused(tokenizer):
     model, other = build_model("llama", tokenizer), copy.deepcopy(tokenizer)
-    model.config.eos_token_id, model.generation_config.eos_token_id, other.eos_token = -1, [len(tokenizer) + 5], None
+    model.config.eos_token_id, model.generation_config.eos_token_id, other.eos_token = (
+        -1,
+        [len(tokenizer) + 5],
+        None,
+    )
     with pytest.raises(SettingError, match="no EOS id of tokenizer"):
         token_tables(other, model)
 
@@ -267,7 +324,9 @@ def test_the_bytes_of_a_sentencepiece_tokenizer_are_its_spaces_words_and_single_
     """Llama's kind: a space is written U+2581, which an escaped decoder did not show, so that no delimiter with a space in it was ever seen."""
     vocabulary = {"<unk>": 0, "\u2581pens": 1, "s": 2, "<0xC3>": 3, "<0xA9>": 4}
     raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
     assert token_bytes(made, 5) == [b"", b" pens", b"s", b"\xc3", b"\xa9"]
     assert b"".join(token_bytes(made, 5)).decode() == made.decode([1, 2, 3, 4]) == " penss\u00e9"
@@ -290,7 +349,9 @@ def test_generation_config_cannot_narrow_the_distribution(tokenizer, prompts):
     """TRL#5783: the model's own temperature, top_k and penalties leaked into sampling."""
     model = build_model("llama", tokenizer)
     before = sampled(GroupDecoder(model, tokenizer), prompts)
-    model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True, min_p=0.9)
+    model.generation_config.update(
+        temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, do_sample=True, min_p=0.9
+    )
     assert torch.equal(before.ids, sampled(GroupDecoder(model, tokenizer), prompts).ids)
 
 
@@ -313,15 +374,28 @@ def test_frequencies_are_those_of_the_softmax_at_the_temperature(llama, tokenize
 
 def test_a_draw_is_the_first_id_whose_running_sum_passes_u():
     logits = torch.tensor([[0.0, 0.25, 0.25, 0.0, 0.5, 0.0]]).log().clamp(min=-1e30)
-    for u, expected in [(0.0, 1), (0.2499, 1), (0.2501, 2), (0.4999, 2), (0.5001, 4), (0.999, 4), (1 - 2**-24, 4), (1.0, 4)]:
+    for u, expected in [
+        (0.0, 1),
+        (0.2499, 1),
+        (0.2501, 2),
+        (0.4999, 2),
+        (0.5001, 4),
+        (0.999, 4),
+        (1 - 2**-24, 4),
+        (1.0, 4),
+    ]:
         for block in (1, 2, 3, 512):
             token, logp, top = draw(logits, torch.tensor([u]), block=block)
             assert int(token) == expected, (u, block)
             assert float(logp) == pytest.approx(float(logits[0, expected]), abs=1e-6)
             assert float(top) == pytest.approx(math.log(0.5))
     for block in (1, 2, 4):
-        edges = [int(draw(torch.zeros(1, 4), torch.tensor([u]), block=block)[0]) for u in (0.0, 0.25, 0.5, 0.75)]
-        assert edges == [0, 1, 2, 3], "a sum that is u does not pass it, or id 0 would have 2^-24 too much and the last too little"
+        edges = [
+            int(draw(torch.zeros(1, 4), torch.tensor([u]), block=block)[0]) for u in (0.0, 0.25, 0.5, 0.75)
+        ]
+        assert edges == [0, 1, 2, 3], (
+            "a sum that is u does not pass it, or id 0 would have 2^-24 too much and the last too little"
+        )
 
 
 def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
@@ -337,7 +411,9 @@ def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
     exact = torch.searchsorted(probs.cumsum(-1), (u.double() * probs.sum(-1))[:, None], right=True).squeeze(1)
     assert real[got].all()
     assert torch.allclose(logp.double(), probs.gather(1, got[:, None]).squeeze(1).log(), atol=1e-5)
-    assert (got == exact.clamp(max=1336)).float().mean() > 0.998, "float32 rounding may move a draw that lies on an edge"
+    assert (got == exact.clamp(max=1336)).float().mean() > 0.998, (
+        "float32 rounding may move a draw that lies on an edge"
+    )
     assert torch.equal(draw(padded, None, 0.7, torch.nn.functional.pad(real, (0, 71)))[0], probs.argmax(-1))
 
 
@@ -375,7 +451,9 @@ def test_the_automaton_sees_the_delimiter_where_the_text_has_it(tokenizer, delim
     pieces = token_bytes(tokenizer, len(tokenizer))
     table = delimiter_automaton(pieces, delimiter)
     generator = torch.Generator().manual_seed(1)
-    alphabet = [i for i, piece in enumerate(pieces) if piece and all(chr(b) in delimiter + " \n" for b in piece)]
+    alphabet = [
+        i for i, piece in enumerate(pieces) if piece and all(chr(b) in delimiter + " \n" for b in piece)
+    ]
     seen = 0
     for trial in range(400):
         ids = [alphabet[int(k)] for k in torch.randint(len(alphabet), (12,), generator=generator)]
@@ -384,7 +462,9 @@ def test_the_automaton_sees_the_delimiter_where_the_text_has_it(tokenizer, delim
         state = 0
         for k, token in enumerate(ids):
             state = int(table[state, token])
-            assert (state == len(table) - 1) == (delimiter in tokenizer.decode(ids[: k + 1], skip_special_tokens=True))
+            assert (state == len(table) - 1) == (
+                delimiter in tokenizer.decode(ids[: k + 1], skip_special_tokens=True)
+            )
         seen += state == len(table) - 1
     assert seen >= 200
 
@@ -408,7 +488,10 @@ def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, p
     assert torch.equal(before.ids, sampled(decoder, prompts, length=40).ids)
     for target, source in zip(model.parameters(), other.parameters(), strict=True):
         target.copy_(source)
-    after, fresh = sampled(decoder, prompts), sampled(GroupDecoder(other, tokenizer, "e", Interaction(lam)), prompts)
+    after, fresh = (
+        sampled(decoder, prompts),
+        sampled(GroupDecoder(other, tokenizer, "e", Interaction(lam)), prompts),
+    )
     assert not torch.equal(before.ids[:, :8], after.ids[:, :8])
     for name in ("ids", "logp", "mask", "thinking", "ended", *(("mix", "input_change") if lam else ())):
         assert torch.equal(getattr(after, name), getattr(fresh, name)), name
@@ -426,7 +509,10 @@ def test_a_parameter_given_other_storage_is_taken_over(tokenizer, prompts):
 
 
 def columns(out):
-    return {name: getattr(out, name) for name in ("ids", "mask", "logp", "ended", "thinking", "mix", "input_change")}
+    return {
+        name: getattr(out, name)
+        for name in ("ids", "mask", "logp", "ended", "thinking", "mix", "input_change")
+    }
 
 
 @pytest.mark.parametrize("similarity", ["distribution", "embedding", "mean"])
@@ -436,12 +522,17 @@ def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, to
     """Rows that leave on the way, paths that stop thinking, sampling at a temperature: everything that a rollout records."""
     model = build_model(family, tokenizer)
     for lam in (0.0, 0.3):
-        decoders = [GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity), fast=fast) for fast in (True, False)]
+        decoders = [
+            GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity), fast=fast)
+            for fast in (True, False)
+        ]
         for decoder in decoders:
             decoder.tables.is_eos[3::25] = True  # more ends than two ids would give
         fast, plain = (columns(sampled(d, prompts, G=6, length=60, temperature=0.9)) for d in decoders)
         assert [d.backbone.refills for d in decoders] == [True, False]
-        assert 0.3 < fast["ended"].float().mean() < 1 or fast["mask"].sum(-1).float().std() > 5, "rows must leave at different times"
+        assert 0.3 < fast["ended"].float().mean() < 1 or fast["mask"].sum(-1).float().std() > 5, (
+            "rows must leave at different times"
+        )
         for name, value in fast.items():
             assert (value is None) == (plain[name] is None), name
             assert value is None or torch.allclose(value.float(), plain[name].float(), atol=1e-5), name
@@ -456,19 +547,31 @@ def test_prompts_that_take_the_place_of_ended_rows_are_answered_as_if_alone(llam
     done = []
     for sampling in (dict(), dict(samples=3, temperature=0.8, seed=2)):
         expected = plain.complete(many, 50, batch_rows=len(many) * 3, **sampling)
-        assert fast.complete(many, 50, batch_rows=9, keep=lambda *kept: done.append(kept), **sampling) == expected
+        assert (
+            fast.complete(many, 50, batch_rows=9, keep=lambda *kept: done.append(kept), **sampling)
+            == expected
+        )
         assert fast.complete(many, 50, batch_rows=1, **sampling) == expected
-        assert len({len(ids) for answers in expected for ids, _ in answers}) > 5, "rows must end at different times"
+        assert len({len(ids) for answers in expected for ids, _ in answers}) > 5, (
+            "rows must end at different times"
+        )
         assert sorted(done) == list(enumerate(expected)), "each is handed over once, as it ends"
         assert done != sorted(done), "and before those before it have ended"
         done.clear()
         some = [3, 4, 17, 30]
-        assert fast.complete([many[i] for i in some], 50, places=some, **sampling) == [expected[i] for i in some], "by their places among all"
+        assert fast.complete([many[i] for i in some], 50, places=some, **sampling) == [
+            expected[i] for i in some
+        ], "by their places among all"
 
 
-@pytest.mark.parametrize(("family", "reason"), [("gemma3", "model type gemma3_text"), ("gpt2", "model type gpt2"), ("llama", None), ("odd", "forward")])
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("gemma3", "model type gemma3_text"), ("gpt2", "model type gpt2"), ("llama", None), ("odd", "forward")],
+)
 @torch.no_grad()
-def test_a_model_that_the_fast_path_cannot_serve_says_so_in_one_line(family, reason, tokenizer, prompts, capsys):
+def test_a_model_that_the_fast_path_cannot_serve_says_so_in_one_line(
+    family, reason, tokenizer, prompts, capsys
+):
     model = build_model("llama" if family == "odd" else family, tokenizer)
     if family == "odd":  # what its config does not tell
         model.model.layers[1].mlp.act_fn = torch.nn.GELU()
@@ -493,12 +596,25 @@ def test_the_fast_path_is_for_models_that_it_computes_and_says_why_not(tokenizer
         return why_not(model)
 
     assert reason(lambda m: None) is None
-    assert reason(lambda m: setattr(m.config, "layer_types", ["sliding_attention", "full_attention"])) == "sliding-window attention"
+    assert (
+        reason(lambda m: setattr(m.config, "layer_types", ["sliding_attention", "full_attention"]))
+        == "sliding-window attention"
+    )
     assert "activation gelu" in reason(lambda m: setattr(m.config, "hidden_act", "gelu"))
     assert "dynamic, which changes" in reason(lambda m: m.config.rope_parameters.update(rope_type="dynamic"))
     plain = "layers that are not plain matrix products"
-    assert reason(lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(len(m.lm_head.weight))))) == plain
-    assert reason(lambda m: setattr(m.model.layers[0].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[0].self_attn.q_proj))) == plain
+    assert (
+        reason(lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(len(m.lm_head.weight)))))
+        == plain
+    )
+    assert (
+        reason(
+            lambda m: setattr(
+                m.model.layers[0].self_attn, "q_proj", torch.nn.Sequential(m.model.layers[0].self_attn.q_proj)
+            )
+        )
+        == plain
+    )
 
 
 def test_a_head_that_does_more_than_multiply_is_refused(tokenizer):
@@ -513,7 +629,7 @@ def test_a_head_that_does_more_than_multiply_is_refused(tokenizer):
 @torch.no_grad()
 def test_a_prefill_in_parts_is_the_whole_one(llama, tokenizer, prompts, monkeypatch):
     whole = sampled(GroupDecoder(llama, tokenizer), prompts)
-    monkeypatch.setattr(backbones, "PREFILL_TOKENS", 2 * max(map(len, prompts)))  # five prompts, two at once
+    monkeypatch.setattr(fast_model, "PREFILL_TOKENS", 2 * max(map(len, prompts)))  # five prompts, two at once
     assert torch.equal(sampled(GroupDecoder(llama, tokenizer), prompts).ids, whole.ids)
 
 
@@ -537,7 +653,9 @@ def random_batches(decoder, prompts, count):
         out = sampled(decoder, prompts[:B], G, length, seed=trial, interact=bool(trial % 2))
         eos = decoder.tables.is_eos[out.ids] & out.mask
         assert (eos.sum(-1) == out.ended).all(), "EOS is counted once, and only in rows that ended"
-        assert (out.lengths[out.ended] - 1 == eos.long().argmax(-1)[out.ended]).all(), "and it is the last token that counts"
+        assert (out.lengths[out.ended] - 1 == eos.long().argmax(-1)[out.ended]).all(), (
+            "and it is the last token that counts"
+        )
         assert (out.lengths[~out.ended] == length).all()
         with open("/proc/self/statm", encoding="ascii") as file:
             yield int(file.read().split()[1]) * 4096
@@ -574,7 +692,11 @@ def test_what_nobody_writes_in_a_rollout_is_zero_and_not_of_the_one_before(llama
 
 def test_sums_that_are_not_quite_monotone_draw_nothing_impossible(monkeypatch):
     """Made in parallel, a running sum may rise a little over a weight of 0, here between the second token and the third."""
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.25, 0.5, 0.500001, 1.0]]).expand(len(self), 4))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "cumsum",
+        lambda self, dim: torch.tensor([[0.25, 0.5, 0.500001, 1.0]]).expand(len(self), 4),
+    )
     index, _ = _first_beyond(torch.tensor([[0.25, 0.25, 0.0, 0.5]]), torch.tensor([[0.5000005]]))
     assert int(index) == 3
 
@@ -594,7 +716,9 @@ def test_storage_that_could_not_be_had_is_asked_for_again(llama, tokenizer, prom
     decoder = GroupDecoder(llama, tokenizer)
     expected = decoder.complete(prompts, 8)
     reserve = decoder.backbone.reserve
-    monkeypatch.setattr(decoder.backbone, "reserve", lambda *sizes: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(
+        decoder.backbone, "reserve", lambda *sizes: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
     with pytest.raises(torch.OutOfMemoryError):
         decoder.complete(prompts, 30)
     monkeypatch.setattr(decoder.backbone, "reserve", reserve)
@@ -614,19 +738,29 @@ def test_storage_serves_calls_alike_and_is_not_the_product_of_calls_that_differ(
 
 
 @torch.no_grad()
-def test_a_prompt_is_computed_once_for_its_paths_and_a_row_no_longer_than_it_speaks(llama, tokenizer, prompts, monkeypatch):
+def test_a_prompt_is_computed_once_for_its_paths_and_a_row_no_longer_than_it_speaks(
+    llama, tokenizer, prompts, monkeypatch
+):
     """What the fast path saves: seen in the tokens that go through the model."""
     decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
     decoder.tables.is_eos[3::25] = True
     sampled(decoder, prompts)
     prefilled, decoded = [], []
     prefill, decode = decoder.backbone.prefill, decoder.backbone.decode
-    monkeypatch.setattr(decoder.backbone, "prefill", lambda asked, *rest: (prefilled.extend(map(len, asked)), prefill(asked, *rest)))
-    monkeypatch.setattr(decoder.backbone, "decode", lambda x, *rest: (decoded.append(len(x)), decode(x, *rest)))
+    monkeypatch.setattr(
+        decoder.backbone,
+        "prefill",
+        lambda asked, *rest: (prefilled.extend(map(len, asked)), prefill(asked, *rest)),
+    )
+    monkeypatch.setattr(
+        decoder.backbone, "decode", lambda x, *rest: (decoded.append(len(x)), decode(x, *rest))
+    )
     out = sampled(decoder, prompts, G=8, length=60)
     assert sorted(prefilled) == sorted(map(len, prompts))
     assert sum(decoded) <= out.lengths.sum()
     decoded.clear()
     answers = decoder.complete(prompts * 8, 60, batch_rows=8, temperature=1.0)
     assert max(decoded) == 8
-    assert sum(decoded) <= sum(len(ids) for [(ids, _)] in answers), "prompts that wait take the place of rows that have ended"
+    assert sum(decoded) <= sum(len(ids) for [(ids, _)] in answers), (
+        "prompts that wait take the place of rows that have ended"
+    )

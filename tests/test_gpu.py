@@ -8,15 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backbones import attend, rms_norm
 from conftest import build_model
-from data import pad_left
-from generation import GroupDecoder, How, Interaction, Rows, mix_step, rollout_uniforms, sample_step
+from decoding.decoder import GroupDecoder
+from decoding.fast_model import attend, rms_norm
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.step import How, Rows, mix_step, sample_step
 from grpo_train import Config
+from learning.log_probs import Scorer, make_scorer
+from learning.models import refresh
 from m3po_module import cosines, products
-from training import Scorer, make_scorer, refresh
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 ROOT = Path(__file__).parents[1]
 T = 32
 
@@ -29,9 +34,13 @@ def test_greedy_decoding_in_float32_equals_generate_on_the_card(family, tokenize
     for (ids, _), prompt in zip((a[0] for a in decoder.complete(prompts, T)), prompts, strict=True):
         beyond = list(range(len(tokenizer), model.config.vocab_size))
         row = torch.tensor([prompt], device="cuda")
-        made = model.generate(input_ids=row, attention_mask=torch.ones_like(row), max_new_tokens=T, do_sample=False, suppress_tokens=beyond)[
-            0, len(prompt) :
-        ].tolist()
+        made = model.generate(
+            input_ids=row,
+            attention_mask=torch.ones_like(row),
+            max_new_tokens=T,
+            do_sample=False,
+            suppress_tokens=beyond,
+        )[0, len(prompt) :].tolist()
         end = next((i + 1 for i, token in enumerate(made) if token in decoder.tables.eos_ids), len(made))
         assert ids == made[:end]
 
@@ -68,7 +77,9 @@ def test_the_host_waits_for_nothing_while_it_scores(tokenizer, prompts):
 
 def sampled(decoder, prompts, G=8, length=T, seed=0, **kwargs):
     ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    return decoder.rollout(ids, mask, G, length, rollout_uniforms(seed, 0, 0, G * len(prompts), length), **kwargs)
+    return decoder.rollout(
+        ids, mask, G, length, rollout_uniforms(seed, 0, 0, G * len(prompts), length), **kwargs
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -90,14 +101,18 @@ def test_captured_steps_give_the_samples_of_the_plain_path(family, compiled, tok
 
 @pytest.mark.parametrize("similarity", ["distribution", "embedding", "mean"])
 @torch.no_grad()
-def test_rows_that_stand_empty_in_a_captured_step_hold_nothing_of_an_earlier_call(similarity, tokenizer, prompts):
+def test_rows_that_stand_empty_in_a_captured_step_hold_nothing_of_an_earlier_call(
+    similarity, tokenizer, prompts
+):
     """20 rows are decoded in 24: four are nobody's, and kept the prompt slots of an evaluation before."""
     model = build_model("llama", tokenizer).cuda()
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), compiled=False)
     first = sampled(decoder, prompts, G=4)
     decoder.complete(prompts * 6, 12)
     again = sampled(decoder, prompts, G=4)
-    plain = sampled(GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), fast=False), prompts, G=4)
+    plain = sampled(
+        GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), fast=False), prompts, G=4
+    )
     assert torch.equal(first.ids, again.ids)
     assert torch.equal(first.input_change, again.input_change)
     assert (first.ids == plain.ids).float().mean() > 0.99
@@ -111,16 +126,26 @@ def test_weights_changed_in_place_are_seen_by_the_next_captured_rollout(tokenize
     refresh(model, build_model("qwen2", tokenizer, seed=1).cuda())
     after = sampled(decoder, prompts)
     assert not torch.equal(before.ids, after.ids)
-    assert torch.equal(after.ids, sampled(GroupDecoder(build_model("qwen2", tokenizer, seed=1).cuda(), tokenizer, "e", Interaction(0.3)), prompts).ids)
+    assert torch.equal(
+        after.ids,
+        sampled(
+            GroupDecoder(build_model("qwen2", tokenizer, seed=1).cuda(), tokenizer, "e", Interaction(0.3)),
+            prompts,
+        ).ids,
+    )
 
 
 @torch.no_grad()
 def test_rollouts_of_random_sizes_leave_memory_flat_and_count_nothing_after_the_end(tokenizer, prompts):
-    decoder = GroupDecoder(build_model("llama", tokenizer).cuda(), tokenizer, "e", Interaction(0.3), compiled=False)
+    decoder = GroupDecoder(
+        build_model("llama", tokenizer).cuda(), tokenizer, "e", Interaction(0.3), compiled=False
+    )
     generator = torch.Generator().manual_seed(0)
     used = []
     for trial in range(300):
-        B, G, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 6), (1, 9), (1, 40)))
+        B, G, length = (
+            int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 6), (1, 9), (1, 40))
+        )
         out = sampled(decoder, prompts[:B], G, length, seed=trial, interact=bool(trial % 2))
         eos = decoder.tables.is_eos[out.ids] & out.mask
         assert (eos.sum(-1) == out.ended).all()
@@ -129,16 +154,20 @@ def test_rollouts_of_random_sizes_leave_memory_flat_and_count_nothing_after_the_
     assert max(used[150:]) <= max(used[:150]) + 2**20
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "width"), [(14, 2, 64), (12, 2, 128), (4, 4, 16), (9, 3, 64), (4, 1, 8)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width"), [(14, 2, 64), (12, 2, 128), (4, 4, 16), (9, 3, 64), (4, 1, 8)]
+)
 @torch.no_grad()
 def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
-    from triton_kernels import decode_attention
+    from decoding.kernels import decode_attention
 
     torch.manual_seed(0)
     S, G, P, L = 3, 4, 192, 160
     n = S * G
     q, k, v = (torch.randn(n, h, width, device="cuda") for h in (heads, key_heads, key_heads))
-    prompt, own = (torch.randn(2, rows, key_heads, length, width, device="cuda") for rows, length in ((S, P), (n, L)))
+    prompt, own = (
+        torch.randn(2, rows, key_heads, length, width, device="cuda") for rows, length in ((S, P), (n, L))
+    )
     place = torch.arange(n, device="cuda").view(S, G)
     slot, path = place.new_tensor([i // G for i in range(n)]), place.new_tensor([i % G for i in range(n)])
     lengths, said = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
@@ -152,7 +181,23 @@ def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
     own = own[:, home].contiguous()
     counter = torch.zeros(n * key_heads, dtype=torch.int32, device="cuda")
     for parts in (1, 2, 8, None):
-        got = decode_attention(q, k, v, cos, sin, prompt, own, slot, home, lengths[slot], said, done, counter, width**-0.5, parts=parts)
+        got = decode_attention(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            prompt,
+            own,
+            slot,
+            home,
+            lengths[slot],
+            said,
+            done,
+            counter,
+            width**-0.5,
+            parts=parts,
+        )
         assert torch.allclose(got[~done], expected[~done], atol=1e-4)
         assert not got[5].any()
         assert not counter.any()
@@ -170,7 +215,7 @@ def added(parts, B, G):
 
 @torch.no_grad()
 def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
-    from triton_kernels import group_products
+    from decoding.kernels import group_products
 
     torch.manual_seed(0)
     logits, real = torch.randn(20, 1408, device="cuda") * 3, torch.ones(1408, dtype=torch.bool, device="cuda")
@@ -179,26 +224,42 @@ def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     thinking = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]], device="cuda").bool()
     rows = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1] + 9 * [1], device="cuda").bool()
     got = cosines(added(group_products(logits, logits.amax(-1), real, place, rows), 3, 5))
-    p = torch.nn.functional.pad(logits.masked_fill(~real, -torch.inf).softmax(-1), (0, 0, 0, 1))[place] * thinking[..., None]
+    p = (
+        torch.nn.functional.pad(logits.masked_fill(~real, -torch.inf).softmax(-1), (0, 0, 0, 1))[place]
+        * thinking[..., None]
+    )
     assert torch.allclose(got[:2], cosines(products(p))[:2], atol=1e-5)
 
 
-@pytest.mark.parametrize(("n", "width", "out", "bias"), [(5, 96, 80, True), (64, 896, 1152, True), (100, 1024, 384, False)])
+@pytest.mark.parametrize(
+    ("n", "width", "out", "bias"), [(5, 96, 80, True), (64, 896, 1152, True), (100, 1024, 384, False)]
+)
 @torch.no_grad()
-def test_the_kernel_for_few_rows_equals_plain_torch_with_what_stands_before_and_behind_it(n, width, out, bias):
-    from triton_kernels import Normed, few_rows_linear
+def test_the_kernel_for_few_rows_equals_plain_torch_with_what_stands_before_and_behind_it(
+    n, width, out, bias
+):
+    from decoding.kernels import Normed, few_rows_linear
 
     torch.manual_seed(0)
     linear = torch.nn.functional.linear
-    x, residual, weight = torch.randn(n, width, device="cuda"), torch.randn(n, 2 * out, device="cuda"), torch.randn(2 * out, width, device="cuda") / width**0.5
+    x, residual, weight = (
+        torch.randn(n, width, device="cuda"),
+        torch.randn(n, 2 * out, device="cuda"),
+        torch.randn(2 * out, width, device="cuda") / width**0.5,
+    )
     norm, following = torch.rand(width, device="cuda") + 0.5, torch.rand(2 * out, device="cuda") + 0.5
-    b, counter = torch.randn(2 * out, device="cuda") if bias else None, torch.zeros(4096, dtype=torch.int32, device="cuda")
+    b, counter = (
+        torch.randn(2 * out, device="cuda") if bias else None,
+        torch.zeros(4096, dtype=torch.int32, device="cuda"),
+    )
     prepared = Normed(x, x * norm, x.pow(2).view(n, 2, -1).sum(-1))
     plain, normed = linear(x, weight, b), linear(rms_norm(x, norm, 1e-6), weight, b)
     for parts in (1, 2, None):
         close = dict(atol=1e-4, rtol=1e-4)
         assert torch.allclose(few_rows_linear(x, weight, b, counter, parts=parts), plain, **close)
-        assert torch.allclose(few_rows_linear(prepared, weight, b, counter, eps=1e-6, parts=parts), normed, **close)
+        assert torch.allclose(
+            few_rows_linear(prepared, weight, b, counter, eps=1e-6, parts=parts), normed, **close
+        )
         added = few_rows_linear(x, weight, b, counter, residual=residual, norm=following, parts=parts)
         assert torch.allclose(added.x, residual + plain, **close)
         assert torch.allclose(added.scaled, (residual + plain) * following, **close)
@@ -212,7 +273,7 @@ def test_the_kernel_for_few_rows_equals_plain_torch_with_what_stands_before_and_
 @pytest.mark.parametrize("greedy", [False, True])
 @torch.no_grad()
 def test_the_kernels_of_the_sampler_equal_plain_torch(greedy):
-    from triton_kernels import sample
+    from decoding.kernels import sample
 
     torch.manual_seed(0)
     n, W, T = 30, 1408, 9
@@ -231,7 +292,17 @@ def test_the_kernels_of_the_sampler_equal_plain_torch(greedy):
         none, done = torch.zeros(n, dtype=torch.bool, device="cuda"), torch.rand(n, device="cuda") < 0.2
         u = torch.rand(n, T + 1, device="cuda")
         return Rows(
-            **columns, uniforms=u, t=t, state=state, ended=none, done=done, prompt_len=t, slot=t, path=t, home=t, logits=3 * torch.randn(n, W, device="cuda")
+            **columns,
+            uniforms=u,
+            t=t,
+            state=state,
+            ended=none,
+            done=done,
+            prompt_len=t,
+            slot=t,
+            path=t,
+            home=t,
+            logits=3 * torch.randn(n, W, device="cuda"),
         )
 
     a, b = rows(), rows()
@@ -249,15 +320,23 @@ def test_the_kernels_of_the_sampler_equal_plain_torch(greedy):
 
 @torch.no_grad()
 def test_the_kernel_that_blends_equals_plain_torch():
-    import triton_kernels
+    from decoding import kernels
 
     torch.manual_seed(0)
     n, E, T, B, G = 20, 96, 7, 3, 5
     place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, n, 6, 5], [n, n, 11, n, 10]], device="cuda")
     thinking = torch.rand(n, device="cuda") < 0.8
     thinking[11] = False
-    logits, real, embeds = 2 * torch.randn(n, 512, device="cuda"), torch.ones(512, dtype=torch.bool, device="cuda"), torch.randn(n, E, device="cuda")
-    t, slot, path = torch.full((n,), 3, device="cuda"), torch.zeros(n, dtype=torch.long, device="cuda"), torch.zeros(n, dtype=torch.long, device="cuda")
+    logits, real, embeds = (
+        2 * torch.randn(n, 512, device="cuda"),
+        torch.ones(512, dtype=torch.bool, device="cuda"),
+        torch.randn(n, E, device="cuda"),
+    )
+    t, slot, path = (
+        torch.full((n,), 3, device="cuda"),
+        torch.zeros(n, dtype=torch.long, device="cuda"),
+        torch.zeros(n, dtype=torch.long, device="cuda"),
+    )
     for b in range(B):
         for g in range(G):
             if place[b, g] < n:
@@ -266,8 +345,8 @@ def test_the_kernel_that_blends_equals_plain_torch():
     for kernel in (True, False):
         mix, change = torch.zeros(B, T, G, G, device="cuda"), torch.full((n, T + 1), 9.0, device="cuda")
         if kernel:
-            alike = triton_kernels.group_products(logits, logits.amax(-1), real, place, thinking)
-            inputs = triton_kernels.mix(embeds.clone(), alike, thinking, place, t, mix, change, 0.3, 0.2)
+            alike = kernels.group_products(logits, logits.amax(-1), real, place, thinking)
+            inputs = kernels.mix(embeds.clone(), alike, thinking, place, t, mix, change, 0.3, 0.2)
         else:
             rows = Rows(*[None] * 3, change, None, t, *[None] * 4, slot, path, None, None)
             alike = products(torch.nn.functional.pad(logits.softmax(-1), (0, 0, 0, 1))[place])
@@ -305,7 +384,9 @@ def stopped_and_left_alone(folder, *flags):
 
     def trained(name, *more, status=0):
         words = [*(f"--{k}={v}" for k, v in settings.items()), f"--output_dir={folder / name}", *flags, *more]
-        done = subprocess.run([sys.executable, "grpo_train.py", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "grpo_train.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == status, done.stdout + done.stderr
         return None if status else load_file(folder / name / "model.safetensors")
 
@@ -320,7 +401,9 @@ def stopped_and_left_alone(folder, *flags):
 
 
 @pytest.mark.parametrize(("compiled", "least"), [("false", 0.0), ("true", 1e-6)])
-def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_two_of_those(compiled, least, tmp_path):
+def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_two_of_those(
+    compiled, least, tmp_path
+):
     """In float32, where the last bit seldom moves a draw. A resumed run compiles for the sizes that it sees first; a step moves a weight by 1e-4 and more."""
     noise, resumed = stopped_and_left_alone(tmp_path, "--bf16=false", f"--torch_compile={compiled}")
     assert resumed <= max(4 * noise, least)

@@ -21,15 +21,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_eval
 import grpo_train
-from config import RunError, SettingError, template_kwargs
 from conftest import build_model
-from data import encode_prompts, load_problems, pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from errors import RewardError, RunError, SettingError
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
-from memory import TokenBudget, micro_batches, row_lengths
-from processes import check_shares, heeded, shard, starts_processes
-from rewards import RewardError
-from training import Scorer, make_optimizer, problem_batch, problems_of
+from learning import inspection
+from learning.learner import make_optimizer
+from learning.log_probs import Scorer
+from learning.memory import TokenBudget, micro_batches, row_lengths
+from learning.parallel import shard
+from problems.prompts import encode_prompts, problems_of, template_kwargs
+from problems.sources import load_problems
+from running.launching import check_shares, heeded, starts_processes
+from running.run import problem_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -44,14 +49,18 @@ def test_advantages_are_centred_and_divided_by_the_sample_deviation():
     expected = [1 / (first + 1e-4), -1 / (first + 1e-4), -1 / (first + 1e-4), 1 / (first + 1e-4)]
     expected += [v / (second + 1e-4) for v in (-2, -1, 0, 3)]
     assert torch.allclose(got, torch.tensor(expected), atol=1e-6)
-    assert torch.allclose(group_advantages(torch.tensor([2.0, 0.0, 0.0, 2.0]), 4, "none"), torch.tensor([1.0, -1, -1, 1]))
+    assert torch.allclose(
+        group_advantages(torch.tensor([2.0, 0.0, 0.0, 2.0]), 4, "none"), torch.tensor([1.0, -1, -1, 1])
+    )
 
 
 def test_equal_rewards_have_advantage_exactly_zero_even_where_their_mean_rounds():
     """0.1 + 0.1 + 0.1 is not 0.3: a test on the deviation would find a signal."""
     for value in (0.1, 0.7, 1 / 3, 1e8 + 1, 0.0):
         for size in (3, 7, 12):
-            assert not group_advantages(torch.full((size,), value, dtype=torch.float64), size).any(), "as the loop has them"
+            assert not group_advantages(torch.full((size,), value, dtype=torch.float64), size).any(), (
+                "as the loop has them"
+            )
     assert group_advantages(torch.tensor([0.1, 0.1, 0.1 + 1e-7]), 3).any()
 
 
@@ -59,7 +68,11 @@ def test_a_reward_nobody_could_give_is_left_out_of_its_group():
     """TRL PR#5773: one None poisoned the group; a single scorable member gave NaN."""
     got = group_advantages(torch.tensor([1.0, NAN, 3.0, 2.0, NAN, NAN, NAN, 5.0]), 4)
     assert torch.allclose(got, torch.tensor([-1 / 1.0001, 0, 1 / 1.0001, 0, 0, 0, 0, 0]), atol=1e-6)
-    assert all_equal(torch.tensor([[1.0, NAN, 1.0], [NAN, NAN, NAN], [1.0, NAN, 2.0]])).tolist() == [True, True, False]
+    assert all_equal(torch.tensor([[1.0, NAN, 1.0], [NAN, NAN, NAN], [1.0, NAN, 2.0]])).tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 # Loss
@@ -68,18 +81,24 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
 
 
 def test_token_weights_of_the_three_loss_types():
-    assert torch.allclose(token_weights(MASK, "grpo", 6, 10, 8)[:, 0], torch.tensor([1 / 4 / 6, 1 / 2 / 6, 0]))
+    assert torch.allclose(
+        token_weights(MASK, "grpo", 6, 10, 8)[:, 0], torch.tensor([1 / 4 / 6, 1 / 2 / 6, 0])
+    )
     assert torch.allclose(token_weights(MASK, "dapo", 6, 10, 8)[:, 0], torch.tensor([0.1, 0.1, 0]))
     assert torch.allclose(token_weights(MASK, "dr_grpo", 6, 10, 8)[:, 0], torch.tensor([1 / 48, 1 / 48, 0]))
     for kind in ("grpo", "dapo", "dr_grpo"):
         assert not token_weights(MASK, kind, 6, 10, 8)[~MASK].any()
-        assert torch.isfinite(token_weights(torch.zeros(2, 3).bool(), kind, 2, 0, 8)).all(), "everything truncated and masked is not 0 / 0"
+        assert torch.isfinite(token_weights(torch.zeros(2, 3).bool(), kind, 2, 0, 8)).all(), (
+            "everything truncated and masked is not 0 / 0"
+        )
 
 
 def test_the_clipped_loss_by_hand():
     ratios = torch.tensor([[0.5, 1.0, 1.5, 1.25]]).repeat(2, 1)
     old, advantages = torch.full((2, 4), -1.0), torch.tensor([2.0, -1.0])
-    loss, terms = grpo_loss(old + ratios.log(), old, advantages, torch.ones(2, 4), epsilon=0.2, epsilon_high=0.3)
+    loss, terms = grpo_loss(
+        old + ratios.log(), old, advantages, torch.ones(2, 4), epsilon=0.2, epsilon_high=0.3
+    )
     positive = -2 * (0.5 + 1.0 + 1.3 + 1.25)  # min(ratio, clipped) A: only above 1.3 is cut
     negative = 0.8 + 1.0 + 1.5 + 1.25  # below 0.8 is cut
     assert float(loss) == pytest.approx(positive + negative, abs=1e-5)
@@ -89,7 +108,16 @@ def test_the_clipped_loss_by_hand():
 
 def test_the_kl_is_k3_inside_the_same_mean():
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    loss, terms = grpo_loss(logp, logp, torch.zeros(1), torch.full((1, 2), 0.5), epsilon=0.1, epsilon_high=0.1, beta=0.4, ref_logp=ref)
+    loss, terms = grpo_loss(
+        logp,
+        logp,
+        torch.zeros(1),
+        torch.full((1, 2), 0.5),
+        epsilon=0.1,
+        epsilon_high=0.1,
+        beta=0.4,
+        ref_logp=ref,
+    )
     k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(1.0) - 1.0 - 1]
     assert terms["kl"][0].tolist() == pytest.approx(k3, abs=1e-6)
     assert float(loss) == pytest.approx(0.4 * sum(k3) / 2, abs=1e-6)
@@ -98,7 +126,14 @@ def test_the_kl_is_k3_inside_the_same_mean():
 def test_a_far_reference_does_not_make_the_loss_infinite():
     """torchforge#664: a KL of billions from a few tokens."""
     loss, _ = grpo_loss(
-        torch.tensor([[-200.0]]), torch.tensor([[-200.0]]), torch.ones(1), torch.ones(1, 1), epsilon=0.1, epsilon_high=0.1, beta=1.0, ref_logp=torch.zeros(1, 1)
+        torch.tensor([[-200.0]]),
+        torch.tensor([[-200.0]]),
+        torch.ones(1),
+        torch.ones(1, 1),
+        epsilon=0.1,
+        epsilon_high=0.1,
+        beta=1.0,
+        ref_logp=torch.zeros(1, 1),
     )
     assert math.isfinite(float(loss))
 
@@ -106,7 +141,9 @@ def test_a_far_reference_does_not_make_the_loss_infinite():
 def test_the_first_step_has_loss_zero_and_a_gradient():
     """TRL#2703: users read a loss of 0.0 as a broken run."""
     logp = torch.tensor([[-1.0], [-2.0]], requires_grad=True)
-    loss, _ = grpo_loss(logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5), epsilon=0.1, epsilon_high=0.1)
+    loss, _ = grpo_loss(
+        logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5), epsilon=0.1, epsilon_high=0.1
+    )
     loss.backward()
     assert float(loss) == 0
     assert logp.grad.tolist() == [[-0.5], [0.5]]
@@ -122,7 +159,9 @@ def test_the_processes_shares_are_the_whole_batch_in_order_and_alike_in_size():
         shares = [list(range(count))[shard(count, rank)] for rank in ranks]
         assert [i for share in shares for i in share] == list(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        assert [shard(count, rank, 12) for rank in ranks] == [slice(share[0] * 12, share[-1] * 12 + 12) for share in shares]
+        assert [shard(count, rank, 12) for rank in ranks] == [
+            slice(share[0] * 12, share[-1] * 12 + 12) for share in shares
+        ]
 
 
 # The update
@@ -130,7 +169,19 @@ def test_the_processes_shares_are_the_whole_batch_in_order_and_alike_in_size():
 
 def setup(tokenizer, prompts, lam=0.3, **settings):
     """A small policy with its optimiser, a rollout of it, and a scorer of a reference that is elsewhere."""
-    config = Config(**{**dict(num_generations=4, max_completion_length=16, learning_rate=0.01, max_grad_norm=1.0, beta=0.0, eval_every=0), **settings})
+    config = Config(
+        **{
+            **dict(
+                num_generations=4,
+                max_completion_length=16,
+                learning_rate=0.01,
+                max_grad_norm=1.0,
+                beta=0.0,
+                eval_every=0,
+            ),
+            **settings,
+        }
+    )
     model, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam))
     decoder.tables.is_eos[3::25] = True
@@ -139,7 +190,12 @@ def setup(tokenizer, prompts, lam=0.3, **settings):
     out = decoder.rollout(ids, mask, 4, 16, rollout_uniforms(0, 0, 0, N, 16), config.temperature)
     optimizer, schedule = make_optimizer(model, config, 100)
     ref = Scorer(other, decoder.tables) if config.beta else None
-    return config, model, out, [Accelerator(cpu=True), Scorer(model, decoder.tables), ref, optimizer, schedule]
+    return (
+        config,
+        model,
+        out,
+        [Accelerator(cpu=True), Scorer(model, decoder.tables), ref, optimizer, schedule],
+    )
 
 
 def advantages_for(out):
@@ -155,16 +211,27 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
     """I3, through the loop's own update: mu 2, KL, truncated completions masked, groups cut. TRL#3021."""
 
     def gradient(micro_batch_tokens):
-        settings = dict(loss_type=loss_type, mu=1, beta=0.1, mask_truncated_completions=True, micro_batch_tokens=micro_batch_tokens, max_grad_norm=1e-6)
+        settings = dict(
+            loss_type=loss_type,
+            mu=1,
+            beta=0.1,
+            mask_truncated_completions=True,
+            micro_batch_tokens=micro_batch_tokens,
+            max_grad_norm=1e-6,
+        )
         config, model, out, parts = setup(tokenizer, prompts, **settings)
         grads = []
-        parts[3].register_step_pre_hook(lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in model.parameters()))
+        parts[3].register_step_pre_hook(
+            lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in model.parameters())
+        )
         metrics = update(parts, out, advantages_for(out), config)
         return grads, metrics
 
     whole, metrics = gradient(10**6)
     cut, cut_metrics = gradient(50)
-    assert max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True)) < 1e-5  # of a gradient of norm 1
+    assert (
+        max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True)) < 1e-5
+    )  # of a gradient of norm 1
     for name in ("loss", "kl", "entropy", "grad_norm", "logp_diff_max"):
         assert metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-5)
 
@@ -224,7 +291,9 @@ class Card:
         return self.free - held, self.free
 
     def watched(self, rollout, rows):
-        lengths = (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths)[rows]
+        lengths = (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths)[
+            rows
+        ]
         each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
         self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)
         if self.peak > self.room:
@@ -232,12 +301,22 @@ class Card:
         return self.forward(rollout, rows)
 
 
-@pytest.mark.parametrize(("room", "checkpointing", "recomputes"), [(300, "auto", True), (300, "off", False), (5000, "auto", False), (300, "on", True)])
-def test_the_token_budget_is_what_the_free_memory_holds(tokenizer, prompts, monkeypatch, room, checkpointing, recomputes):
+@pytest.mark.parametrize(
+    ("room", "checkpointing", "recomputes"),
+    [(300, "auto", True), (300, "off", False), (5000, "auto", False), (300, "on", True)],
+)
+def test_the_token_budget_is_what_the_free_memory_holds(
+    tokenizer, prompts, monkeypatch, room, checkpointing, recomputes
+):
     """Beside gradients, moments and a part that does not grow with the tokens; the longest prompt and the longest completion are of different rows."""
     config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
     model.train()
-    budget, weights, each, fixed = TokenBudget(config, model), sum(p.numel() for p in model.parameters()), 30_000, 4_000_000
+    budget, weights, each, fixed = (
+        TokenBudget(config, model),
+        sum(p.numel() for p in model.parameters()),
+        30_000,
+        4_000_000,
+    )
     Card(monkeypatch, parts[1], 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
     budget.find(parts[0], parts[1], out)
@@ -294,7 +373,9 @@ def test_truncated_importance_weights_scale_each_token_s_gradient():
     weights = grpo_train.importance_weights(old, sampler, 2.0)
     assert torch.allclose(weights, torch.tensor([[1.0, 2.0, math.exp(-2)]]))
     logp = old.clone().requires_grad_()
-    loss, _ = grpo_train.grpo_loss(logp, old, torch.tensor([3.0]), torch.ones(1, 3), epsilon=0.2, epsilon_high=0.2, importance=weights)
+    loss, _ = grpo_train.grpo_loss(
+        logp, old, torch.tensor([3.0]), torch.ones(1, 3), epsilon=0.2, epsilon_high=0.2, importance=weights
+    )
     loss.backward()
     assert torch.allclose(logp.grad, -3 * weights)
 
@@ -331,7 +412,9 @@ def test_a_signal_in_masked_rows_only_is_none_and_the_schedule_goes_on_by_mu(tok
     assert parts[4].last_epoch == 3
 
 
-def test_the_reference_reads_what_the_sampler_saw_so_that_a_copy_of_the_policy_is_no_way_off(tokenizer, prompts):
+def test_the_reference_reads_what_the_sampler_saw_so_that_a_copy_of_the_policy_is_no_way_off(
+    tokenizer, prompts
+):
     """Scored on plain ids, the same weights are another distribution, and the KL a number of its own."""
     config, model, out, parts = setup(tokenizer, prompts, beta=0.1)
     parts[2] = Scorer(build_model("qwen2", tokenizer), parts[1].tables)
@@ -354,21 +437,32 @@ def test_metrics_of_several_passes_are_means_and_the_sampler_is_compared_with_th
 def test_the_upper_edge_of_the_clipping_is_its_own_setting(tokenizer, prompts):
     found = []
     for edge in (None, 1e6):
-        config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05, epsilon=0.01, epsilon_high=edge)
+        config, _, out, parts = setup(
+            tokenizer, prompts, mu=3, learning_rate=0.05, epsilon=0.01, epsilon_high=edge
+        )
         found.append(update(parts, out, advantages_for(out), config))
     assert found[0]["clip_high"] > 0
     assert found[1]["clip_high"] == 0 < found[1]["clip_low"]
 
 
 def test_reward_weights_are_those_of_the_settings():
-    assert [weight for _, weight in grpo_train.reward_functions(Config(reward_weights=[0.5, 3.0]))] == [0.5, 3.0]
+    assert [weight for _, weight in grpo_train.reward_functions(Config(reward_weights=[0.5, 3.0]))] == [
+        0.5,
+        3.0,
+    ]
 
 
 def test_a_row_is_drawn_by_its_place_in_the_batch_whoever_samples_it(tokenizer, llama, prompts):
     """I10, and at the temperature of the settings; an extra rollout draws anew."""
     decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
-    config, batch = Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0), [SimpleNamespace(ids=ids) for ids in prompts]
-    whole, own = grpo_train.sample(decoder, batch, range(5), config, 2), grpo_train.sample(decoder, batch, range(2, 4), config, 2)
+    config, batch = (
+        Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0),
+        [SimpleNamespace(ids=ids) for ids in prompts],
+    )
+    whole, own = (
+        grpo_train.sample(decoder, batch, range(5), config, 2),
+        grpo_train.sample(decoder, batch, range(2, 4), config, 2),
+    )
     assert own.texts == whole.texts[6:12]
     assert own.problems == batch[2:4]
     assert own.texts != grpo_train.sample(decoder, batch, range(2, 4), config, 2, retry=1).texts
@@ -379,13 +473,28 @@ def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, 
     """Groups (0, 0, 0, 4) and (5, 5, 5, 5): deviations 2 and 0, mean 1; of all eight the square root of 44 / 7."""
     config, _, out, parts = setup(tokenizer, prompts[:2])
     rewards = torch.tensor([0.0, 0, 0, 4, 5, 5, 5, 5], dtype=torch.float64)
-    found = grpo_train.rollout_metrics(parts[0], out, ["a", "a", "b", "c"] * 2, [True] + [False] * 7, rewards, {"r": rewards.tolist()}, config)
+    found = grpo_train.rollout_metrics(
+        parts[0],
+        out,
+        ["a", "a", "b", "c"] * 2,
+        [True] + [False] * 7,
+        rewards,
+        {"r": rewards.tolist()},
+        config,
+    )
     assert found["reward_std_in_group"] == pytest.approx(1)
     assert found["reward_std"] == pytest.approx(math.sqrt(44 / 7)), "squares 9, 9, 9, 1, 4, 4, 4, 4"
-    assert (found["reward"], found["correct"], found["unique_completions"], found["frac_reward_zero_std"]) == (3.0, 0.125, 0.75, 0.5)
+    assert (
+        found["reward"],
+        found["correct"],
+        found["unique_completions"],
+        found["frac_reward_zero_std"],
+    ) == (3.0, 0.125, 0.75, 0.5)
 
 
-def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_listened(tokenizer, prompts, monkeypatch):
+def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_listened(
+    tokenizer, prompts, monkeypatch
+):
     """One input of one of two processes was blended: it counted half."""
     config, _, out, parts = setup(tokenizer, prompts[:2])
     out.mix, out.input_change = torch.zeros_like(out.mix), torch.zeros_like(out.input_change)
@@ -397,7 +506,9 @@ def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_list
 
     monkeypatch.setattr(grpo_train, "gather_object", two)
     rewards = torch.arange(8, dtype=torch.float64)
-    found = grpo_train.rollout_metrics(parts[0], out, ["a"] * 8, [True] * 8, rewards, {"r": rewards.tolist()}, config)
+    found = grpo_train.rollout_metrics(
+        parts[0], out, ["a"] * 8, [True] * 8, rewards, {"r": rewards.tolist()}, config
+    )
     assert found["input_change"] == pytest.approx(0.25)
 
 
@@ -405,7 +516,11 @@ def test_signals_that_are_switched_off_are_not_handed_on():
     """nohup's SIGHUP would end what nohup was to keep."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        assert heeded() == [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+        assert heeded() == [
+            name
+            for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+            if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
+        ]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -452,7 +567,9 @@ def test_a_warm_start_never_sees_the_problems_that_are_held_out(tokenizer):
     grpo = Config(model="tiny", dataset="arithmetic", limit=300, eval_problems=40)
     shared = {name: getattr(grpo, name) for name in grpo_train.sft_train.INHERITED}
     _, held_out, _ = grpo_train.prepare_problems(grpo, grpo_train.load_tokenizer("tiny"))
-    learned, _, _ = grpo_train.prepare_problems(grpo_train.sft_train.Config(**shared), grpo_train.load_tokenizer("tiny"))
+    learned, _, _ = grpo_train.prepare_problems(
+        grpo_train.sft_train.Config(**shared), grpo_train.load_tokenizer("tiny")
+    )
     assert len(held_out) == 40
     assert not {p.prompt for p in held_out} & {p.prompt for p in learned}
 
@@ -466,14 +583,31 @@ def test_each_step_has_problems_of_its_own_until_all_were_met(trained):
 
 def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp_path):
     """No group carries a signal: of six problems a step four are drawn for nothing, and the next step begins behind them."""
-    (tmp_path / "same.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    flags = ("--reward", f"{tmp_path}/same.py:same", "--dynamic_sampling", "2", "--batch_size", "2", "--num_steps", "3", "--eval_every", "0", "--limit", "40")
+    (tmp_path / "same.py").write_text(
+        "def same(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
+    flags = (
+        "--reward",
+        f"{tmp_path}/same.py:same",
+        "--dynamic_sampling",
+        "2",
+        "--batch_size",
+        "2",
+        "--num_steps",
+        "3",
+        "--eval_every",
+        "0",
+        "--limit",
+        "40",
+    )
     out = run_short(warm, tmp_path / "out", *flags)
     rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     config = grpo_train.parse_config(Config, [*SHORT, *flags])
     ids = [p.id for p in problems_of(config)]
     order = [ids[i] for i in problem_batch(40, 18, 0, config.seed)]
-    assert [list(dict.fromkeys(row["example_id"] for row in rows if row["step"] == step)) for step in (1, 2, 3)] == [order[4:6], order[10:12], order[16:18]]
+    assert [
+        list(dict.fromkeys(row["example_id"] for row in rows if row["step"] == step)) for step in (1, 2, 3)
+    ] == [order[4:6], order[10:12], order[16:18]]
 
 
 def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_average(trained):
@@ -486,9 +620,23 @@ def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_ave
 
 def test_a_warm_start_leaves_the_held_out_out_and_is_made_again_for_other_settings(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(grpo_train.sft_train, "train", lambda config, stop: made.append(config) or Path(config.output_dir).mkdir(parents=True, exist_ok=True))
-    for flags in ((), (), ("--eval_problems", "9"), ("--eval_problems", "9", "--eval_every", "30"), ("--seed", "3")):
-        config = grpo_train.parse_config(Config, ["--config", "configs/tiny.yaml", "--output_dir", str(tmp_path / "out"), *flags])
+    monkeypatch.setattr(
+        grpo_train.sft_train,
+        "train",
+        lambda config, stop: (
+            made.append(config) or Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        ),
+    )
+    for flags in (
+        (),
+        (),
+        ("--eval_problems", "9"),
+        ("--eval_problems", "9", "--eval_every", "30"),
+        ("--seed", "3"),
+    ):
+        config = grpo_train.parse_config(
+            Config, ["--config", "configs/tiny.yaml", "--output_dir", str(tmp_path / "out"), *flags]
+        )
         grpo_train.warm_start(config, Accelerator(), None)
     assert [(sft.eval_problems, sft.seed) for sft in made] == [(200, 0), (9, 0), (200, 3)]
 
@@ -580,13 +728,17 @@ def test_yaml_reads_5e_6_as_a_number_and_flags_win_over_it(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "learning_rate: 5e-6\nmodel_name_or_path: m\nnum_epochs: null\nepsilon_high: 1\nchat_template_kwargs: {enable_thinking: false}\n"
     )
-    config = grpo_train.parse_config(Config, ["--config", str(tmp_path / "c.yaml"), "--model", "n", "--save_steps", "5"])
+    config = grpo_train.parse_config(
+        Config, ["--config", str(tmp_path / "c.yaml"), "--model", "n", "--save_steps", "5"]
+    )
     assert (config.learning_rate, config.model, config.save_every, config.epsilon_high) == (5e-6, "n", 5, 1.0)
     assert template_kwargs(config) == {"enable_thinking": False}
 
 
 def test_every_shipped_config_is_read(monkeypatch):
-    monkeypatch.setattr("config.find_spec", lambda name: name)  # as if peft and bitsandbytes were there
+    monkeypatch.setattr(
+        "running.settings.find_spec", lambda name: name
+    )  # as if peft and bitsandbytes were there
     for path in (ROOT / "configs").glob("*.yaml"):
         if "warm_start" in path.name:
             grpo_train.sft_train.Config(**grpo_train.settings_from_file(grpo_train.sft_train.Config, path))
@@ -594,9 +746,11 @@ def test_every_shipped_config_is_read(monkeypatch):
             grpo_train.parse_config(Config, ["--config", str(path)])
 
 
-@pytest.mark.parametrize(("flags", "package"), [(["--lora_r", "8"], "peft"), (["--optimizer", "adamw_8bit"], "bitsandbytes")])
+@pytest.mark.parametrize(
+    ("flags", "package"), [(["--lora_r", "8"], "peft"), (["--optimizer", "adamw_8bit"], "bitsandbytes")]
+)
 def test_a_package_that_is_missing_is_named_with_what_does_without_it(flags, package, monkeypatch):
-    monkeypatch.setattr("config.find_spec", lambda name: None)
+    monkeypatch.setattr("running.settings.find_spec", lambda name: None)
     with pytest.raises(grpo_train.SettingError, match=f"pip install {package}, or say {flags[0]}"):
         grpo_train.parse_config(Config, flags)
 
@@ -625,14 +779,27 @@ SHORT = [
 def warm(tmp_path_factory):
     """A warm start of 20 steps, shared by the tests that need one."""
     folder = tmp_path_factory.mktemp("warm") / "sft"
-    settings = grpo_train.settings_from_file(grpo_train.sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml")
-    settings |= dict(model="tiny", dataset="arithmetic", num_steps=20, max_completion_length=48, output_dir=str(folder), cpu_threads=1)
+    settings = grpo_train.settings_from_file(
+        grpo_train.sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml"
+    )
+    settings |= dict(
+        model="tiny",
+        dataset="arithmetic",
+        num_steps=20,
+        max_completion_length=48,
+        output_dir=str(folder),
+        cpu_threads=1,
+    )
     grpo_train.sft_train.train(grpo_train.sft_train.Config(**settings))
     return folder
 
 
 def run_short(warm, out, *flags):
-    return grpo_train.train(grpo_train.parse_config(Config, [*SHORT, "--warm_start", "none", "--model", str(warm), "--output_dir", str(out), *flags]))
+    return grpo_train.train(
+        grpo_train.parse_config(
+            Config, [*SHORT, "--warm_start", "none", "--model", str(warm), "--output_dir", str(out), *flags]
+        )
+    )
 
 
 @pytest.fixture(scope="session")
@@ -668,7 +835,9 @@ def test_a_run_leaves_what_the_readme_promises(trained):
     assert not [n for n in names if n.startswith(".") or n.endswith(".part")]
     assert "versions" in (trained / "run_config.yaml").read_text()
     assert AutoModelForCausalLM.from_pretrained(trained / "checkpoint-2").dtype == torch.float32
-    assert grpo_eval.Config(model=str(trained / "checkpoint-2")).dataset == "arithmetic", "a checkpoint is evaluated as it was trained"
+    assert grpo_eval.Config(model=str(trained / "checkpoint-2")).dataset == "arithmetic", (
+        "a checkpoint is evaluated as it was trained"
+    )
 
 
 def test_each_step_logs_every_metric_of_the_glossary(trained):
@@ -728,8 +897,12 @@ def test_each_reuse_of_a_rollout_is_an_optimiser_step_but_no_step_of_the_log(war
     )
     metrics = lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
-    assert max(m["logp_diff"] for m in metrics) < 1e-4, "of the first pass: later ones move away from the sampler"
-    assert [m["learning_rate"] for m in metrics] == pytest.approx([3e-4 * (12 - done) / 12 for done in (0, 4, 8)])
+    assert max(m["logp_diff"] for m in metrics) < 1e-4, (
+        "of the first pass: later ones move away from the sampler"
+    )
+    assert [m["learning_rate"] for m in metrics] == pytest.approx(
+        [3e-4 * (12 - done) / 12 for done in (0, 4, 8)]
+    )
 
 
 def test_lambda_zero_runs_plain_grpo(warm, tmp_path):
@@ -759,7 +932,9 @@ def test_the_reference_is_the_policy_again_when_an_outer_iteration_begins(warm, 
 
 
 def test_a_saved_run_gives_plain_transformers_the_same_greedy_answers(trained, tmp_path):
-    config = grpo_eval.Config(model=str(trained), limit=12, output_dir=str(tmp_path), name="e", max_completion_length=30)
+    config = grpo_eval.Config(
+        model=str(trained), limit=12, output_dir=str(tmp_path), name="e", max_completion_length=30
+    )
     report, folder = grpo_eval.evaluate(config)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
     for record in lines(folder / "samples.jsonl"):
@@ -800,7 +975,9 @@ def test_a_users_reward_gets_the_columns_that_trl_gives(warm, tmp_path):
         "    assert completions[0][0]['role'] == 'assistant' and prompts[0][-1]['role'] == 'user' and answer == solution\n"
         "    return [None if i % 4 == 0 else float(len(ids)) for i, ids in enumerate(completion_ids)]\n"
     )
-    metrics = lines(run_short(warm, tmp_path / "out", "--reward", f"{tmp_path}/mine.py:mine=0.5") / "metrics.jsonl")
+    metrics = lines(
+        run_short(warm, tmp_path / "out", "--reward", f"{tmp_path}/mine.py:mine=0.5") / "metrics.jsonl"
+    )
     assert metrics[0]["unscored"] == 3
     assert metrics[0]["reward"] == pytest.approx(0.5 * metrics[0]["reward/mine"])
 
@@ -818,14 +995,36 @@ def test_debug_changes_no_result_and_says_who_listened(warm, trained, tmp_path, 
 def test_debug_looks_with_the_weights_that_sampled(warm, tmp_path, monkeypatch, capsys):
     """Scored after a large update, tokens "would have been others" for a reason that is not the paths."""
     monkeypatch.setenv("M3PO_DEBUG", "1")
-    run_short(warm, tmp_path / "debug", "--m3po_lambda", "1e-7", "--learning_rate", "3e-2", "--warmup_ratio", "0", "--eval_every", "0")
+    run_short(
+        warm,
+        tmp_path / "debug",
+        "--m3po_lambda",
+        "1e-7",
+        "--learning_rate",
+        "3e-2",
+        "--warmup_ratio",
+        "0",
+        "--eval_every",
+        "0",
+    )
     answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("did it matter?")]
     assert [line.split()[3] for line in answers] == ["0"] * 3
 
 
 def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
     """Beside the sampled token stands what the same draw gives with nobody heard; nowhere without M3PO, or where inspect_every says 0."""
-    out = run_short(warm, tmp_path / "out", "--inspect_every", "2", "--m3po_lambda", "0.9", "--log_groups", "2", "--eval_every", "0")
+    out = run_short(
+        warm,
+        tmp_path / "out",
+        "--inspect_every",
+        "2",
+        "--m3po_lambda",
+        "0.9",
+        "--log_groups",
+        "2",
+        "--eval_every",
+        "0",
+    )
     records = lines(out / "rollouts.jsonl")
     read_again = {(r["step"], r["generation"]) for r in records if "alone" in r}
     assert {step for step, _ in read_again} == {1, 3}
@@ -842,7 +1041,7 @@ def test_no_memory_to_look_inside_ends_no_run(warm, tmp_path, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(grpo_train, "interaction_effect", full)
+    monkeypatch.setattr(inspection, "interaction_effect", full)
     with pytest.warns(UserWarning, match="--inspect_every 0 leaves it out"):
         out = run_short(warm, tmp_path / "out", "--inspect_every", "1", "--eval_every", "0")
     assert len(lines(out / "metrics.jsonl")) == 3
@@ -853,7 +1052,18 @@ def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
     (tmp_path / "mine.py").write_text(
         "calls = []\ndef mine(completions, **kwargs):\n    calls.append(1)\n    return [float(i * (len(calls) % 2 == 0)) for i in range(len(completions))]\n"
     )
-    flags = ("--reward", f"{tmp_path}/mine.py:mine", "--dynamic_sampling", "1", "--inspect_every", "1", "--m3po_lambda", "1e-7", "--eval_every", "0")
+    flags = (
+        "--reward",
+        f"{tmp_path}/mine.py:mine",
+        "--dynamic_sampling",
+        "1",
+        "--inspect_every",
+        "1",
+        "--m3po_lambda",
+        "1e-7",
+        "--eval_every",
+        "0",
+    )
     out = run_short(warm, tmp_path / "out", *flags)
     assert all(m["replaced_groups"] for m in lines(out / "metrics.jsonl"))
     told = [r["alone"] for r in lines(out / "rollouts.jsonl") if "alone" in r]
@@ -876,7 +1086,10 @@ def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, 
 
 def test_each_evaluation_leaves_its_answers(trained):
     metrics, answers = lines(trained / "metrics.jsonl"), lines(trained / "evaluations.jsonl")
-    for step, accuracy in [(0, metrics[0]["eval_accuracy_before"]), *((m["step"], m["eval_accuracy"]) for m in metrics if "eval_accuracy" in m)]:
+    for step, accuracy in [
+        (0, metrics[0]["eval_accuracy_before"]),
+        *((m["step"], m["eval_accuracy"]) for m in metrics if "eval_accuracy" in m),
+    ]:
         rows = [row for row in answers if row["step"] == step]
         assert sum(row["right"] for row in rows) / len(rows) == pytest.approx(accuracy)
         assert len({row["example_id"] for row in rows}) == len(rows)
@@ -899,15 +1112,28 @@ def test_all_prompts_too_long_is_an_error_that_says_what_to_set(warm, tmp_path):
 
 
 def command(*words, nproc=None):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
+    )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *launcher, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, words)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_status_two():
-    done = command("grpo_train.py", "--model", "/no/such/model", "--dataset", "arithmetic", "--output_dir", "/tmp/never")
+    done = command(
+        "grpo_train.py", "--model", "/no/such/model", "--dataset", "arithmetic", "--output_dir", "/tmp/never"
+    )
     assert done.returncode == 2
-    ours = [line for line in done.stderr.splitlines() if "kernels" not in line]  # what bitsandbytes says where it is installed without a GPU
+    ours = [
+        line for line in done.stderr.splitlines() if "kernels" not in line
+    ]  # what bitsandbytes says where it is installed without a GPU
     assert len(ours) == 1
     assert ours[0].startswith("grpo_train.py: model='/no/such/model'")
 
@@ -918,7 +1144,18 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
     """I3, I10: seven problems do not divide by two processes, nor nine by four; TRL PR#2824 sampled the same texts on each."""
     flags = ("--batch_size", problems, "--max_grad_norm", "0.1", "--beta", "0.04", "--micro_batch_tokens", "300", "--max_completion_length", "24",
              "--log_groups", "5", "--cpu_threads", "1")  # fmt: skip
-    done = command("grpo_train.py", *SHORT, "--warm_start", "none", "--model", warm, "--output_dir", tmp_path / "many", *flags, nproc=processes)
+    done = command(
+        "grpo_train.py",
+        *SHORT,
+        "--warm_start",
+        "none",
+        "--model",
+        warm,
+        "--output_dir",
+        tmp_path / "many",
+        *flags,
+        nproc=processes,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     run_short(warm, tmp_path / "one", *map(str, flags))
     one, many = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "many"))
@@ -926,8 +1163,19 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
         (r["step"], r["example_id"], r["completion"], r["reward"]) for r in many
     ]
     assert [sum("mix" in r for r in records) for records in (one, many)] == [3 * 5 * 4] * 2
-    for a, b in zip(lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "many" / "metrics.jsonl"), strict=True):
-        for name in ("loss", "grad_norm", "kl", "entropy", "reward", "completion_length", "thinking_paths", "frac_reward_zero_std"):
+    for a, b in zip(
+        lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "many" / "metrics.jsonl"), strict=True
+    ):
+        for name in (
+            "loss",
+            "grad_norm",
+            "kl",
+            "entropy",
+            "reward",
+            "completion_length",
+            "thinking_paths",
+            "frac_reward_zero_std",
+        ):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
     weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "many")]
     assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-5
@@ -943,7 +1191,9 @@ def test_a_supervised_run_of_two_processes_is_that_of_one(warm, tmp_path):
     for name, processes in (("one", None), ("many", 2)):
         done = command("sft_train.py", *flags, "--output_dir", tmp_path / name, nproc=processes)
         assert done.returncode == 0, done.stderr[-2000:]
-    for a, b in zip(lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "many" / "metrics.jsonl"), strict=True):
+    for a, b in zip(
+        lines(tmp_path / "one" / "metrics.jsonl"), lines(tmp_path / "many" / "metrics.jsonl"), strict=True
+    ):
         for name in ("loss", "grad_norm", "tokens", "learning_rate"):
             assert a[name] == pytest.approx(b[name], rel=1e-5), name
         assert a.get("eval_accuracy") == b.get("eval_accuracy")
@@ -958,14 +1208,20 @@ def accuracy_after(folder, argv):
 
 
 @pytest.mark.slow
-def test_the_tiny_job_learns_from_its_reward_and_learns_nothing_from_shuffled_advantages(tmp_path, monkeypatch):
+def test_the_tiny_job_learns_from_its_reward_and_learns_nothing_from_shuffled_advantages(
+    tmp_path, monkeypatch
+):
     """The whole of configs/tiny.yaml, and a shorter copy of it in which every advantage goes to a wrong completion."""
     argv = ["--config", "configs/tiny.yaml", "--output_dir"]
     before, after = accuracy_after(tmp_path / "honest", [*argv, str(tmp_path / "honest")])
     assert 0.35 < before < 0.65
     assert after > before + 0.25
     honest, generator = group_advantages, torch.Generator().manual_seed(0)
-    monkeypatch.setattr(grpo_train, "group_advantages", lambda *a: (x := honest(*a))[torch.randperm(len(x), generator=generator)])
+    monkeypatch.setattr(
+        grpo_train,
+        "group_advantages",
+        lambda *a: (x := honest(*a))[torch.randperm(len(x), generator=generator)],
+    )
     start = ["--warm_start", "none", "--model", str(tmp_path / "honest" / "warm_start"), "--num_steps", "120"]
     before, after = accuracy_after(tmp_path / "shuffled", [*argv, str(tmp_path / "shuffled"), *start])
     assert after <= before + 0.1  # 200 problems: 0.07 is two standard deviations of a difference
@@ -1003,7 +1259,10 @@ def alive(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signals", "status"), [(("SIGTERM",), 143), (("SIGUSR1",), 138), (("SIGINT", "SIGINT"), 130), (("SIGKILL",), -9)])
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [(("SIGTERM",), 143), (("SIGUSR1",), 138), (("SIGINT", "SIGINT"), 130), (("SIGKILL",), -9)],
+)
 def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, status):
     """No orphan holds a card, whatever ended the parent; the second of two signals does not wait."""
     words = [
@@ -1022,7 +1281,13 @@ def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, s
         tmp_path / "out",
     ]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    parent = subprocess.Popen([sys.executable, "grpo_train.py", *map(str, words)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "grpo_train.py", *map(str, words)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     metrics = tmp_path / "out" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, 60)
     children = children_of(parent.pid)
@@ -1053,7 +1318,14 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
         "    return [0.0] * len(completions)\n"
     )
     started = time.perf_counter()
-    done = command("grpo_train.py", *flags, "--output_dir", tmp_path / "failed", "--reward", f"{tmp_path / 'fails.py'}:reward")
+    done = command(
+        "grpo_train.py",
+        *flags,
+        "--output_dir",
+        tmp_path / "failed",
+        "--reward",
+        f"{tmp_path / 'fails.py'}:reward",
+    )
     assert done.returncode == 1
     assert "boom" in done.stderr
     assert "process 1 ended with status 1" in done.stderr
@@ -1063,12 +1335,33 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
 @pytest.mark.slow
 def test_sharded_weights_train_as_whole_ones_do(warm, tmp_path):
     """FSDP2 against DDP on two processes: seven problems, so that one of them has fewer micro-batches, which must not hang the other."""
-    flags = [*SHORT, "--warm_start", "none", "--model", warm, "--num_processes", "2", "--batch_size", "7", "--micro_batch_tokens", "300", "--beta", "0.04"]
+    flags = [
+        *SHORT,
+        "--warm_start",
+        "none",
+        "--model",
+        warm,
+        "--num_processes",
+        "2",
+        "--batch_size",
+        "7",
+        "--micro_batch_tokens",
+        "300",
+        "--beta",
+        "0.04",
+    ]
     states = []
     for fsdp in ("false", "true"):
-        done = command("grpo_train.py", *flags, "--fsdp", fsdp, "--save_every", "2", "--output_dir", tmp_path / fsdp)
+        done = command(
+            "grpo_train.py", *flags, "--fsdp", fsdp, "--save_every", "2", "--output_dir", tmp_path / fsdp
+        )
         assert done.returncode == 0, done.stderr
-        states.append((load_file(tmp_path / fsdp / "model.safetensors"), [json.loads(line) for line in open(tmp_path / fsdp / "metrics.jsonl")]))
+        states.append(
+            (
+                load_file(tmp_path / fsdp / "model.safetensors"),
+                [json.loads(line) for line in open(tmp_path / fsdp / "metrics.jsonl")],
+            )
+        )
         assert (tmp_path / fsdp / "checkpoint-2" / "model.safetensors").exists()
     (whole, metrics), (sharded, sharded_metrics) = states
     assert set(whole) == set(sharded)

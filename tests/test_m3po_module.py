@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from learning.inspection import describe_interaction
 from m3po_module import (
     apply_cross_path_interaction,
     apply_cross_path_interaction_batch,
     blend,
     cross_path_weights,
-    describe_interaction,
     products,
     weights_from_similarity,
 )
@@ -73,7 +73,9 @@ def test_gradients_reach_the_embeddings_of_all_heard_paths_and_no_weight():
     embeds = torch.randn(1, 3, 4, requires_grad=True)
     weights = cross_path_weights(FEATURES, ALL, 0.1).requires_grad_()
     blend(embeds, weights, 0.5)[0, 0].sum().backward()
-    assert torch.allclose(embeds.grad[0], (torch.tensor([0.5, 0, 0]) + 0.5 * weights[0, 0].detach())[:, None].expand(3, 4))
+    assert torch.allclose(
+        embeds.grad[0], (torch.tensor([0.5, 0, 0]) + 0.5 * weights[0, 0].detach())[:, None].expand(3, 4)
+    )
     assert weights.grad is None
 
 
@@ -89,13 +91,18 @@ def test_the_two_functions_with_the_original_names_agree_and_keep_groups_apart()
     embeds = torch.randn(6, 5)
     mask = [True, True, False, True, True, True]
     batch = apply_cross_path_interaction_batch(embeds, 3, mask, lambda_blend=0.2, temperature=0.3)
-    single = torch.cat([apply_cross_path_interaction(embeds[i : i + 3], mask[i : i + 3], 0.2, 0.3) for i in (0, 3)])
+    single = torch.cat(
+        [apply_cross_path_interaction(embeds[i : i + 3], mask[i : i + 3], 0.2, 0.3) for i in (0, 3)]
+    )
     assert torch.allclose(batch, single)
     assert torch.equal(batch[2], embeds[2])
     other = embeds.clone()
     other[3:] = 7.0
     assert torch.equal(apply_cross_path_interaction_batch(other, 3, mask, 0.2, 0.3)[:3], batch[:3])
-    assert torch.equal(apply_cross_path_interaction_batch(embeds, 3), apply_cross_path_interaction_batch(embeds, 3, torch.ones(6, dtype=torch.bool)))
+    assert torch.equal(
+        apply_cross_path_interaction_batch(embeds, 3),
+        apply_cross_path_interaction_batch(embeds, 3, torch.ones(6, dtype=torch.bool)),
+    )
 
 
 def test_rows_that_do_not_make_whole_groups_are_refused():

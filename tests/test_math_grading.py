@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import math_grading
-from math_grading import all_math_equal, math_equal
+from answers import judge
+from answers.judge import all_math_equal, math_equal
 
 MATH500 = Path(__file__).parents[2] / "shared" / "data" / "math500" / "test.jsonl"
 
@@ -106,11 +106,30 @@ def test_a_big_power_is_left_alone():
     assert time.monotonic() - started < 2.0
 
 
-@pytest.mark.parametrize("piece", ["\\a", "\\frac1\\approx ", "{a\\choose ", "√1", "5 base ", "5_", "1,000,", "\\sin 3", "\\text{a}", "¹", "or more "])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "\\a",
+        "\\frac1\\approx ",
+        "{a\\choose ",
+        "√1",
+        "5 base ",
+        "5_",
+        "1,000,",
+        "\\sin 3",
+        "\\text{a}",
+        "¹",
+        "or more ",
+    ],
+)
 def test_our_own_rules_are_quick_on_the_longest_text(piece, monkeypatch):
     """A pattern with two stars before its end took minutes on a thousand commands, and no child was there to be killed."""
-    monkeypatch.setattr(math_grading, "_asked", lambda *question: False)
-    for text in (piece * (1990 // len(piece)), "5" + piece * (1990 // len(piece)), f"x={piece * (1990 // len(piece))}y"):
+    monkeypatch.setattr(judge, "_asked", lambda *question: False)
+    for text in (
+        piece * (1990 // len(piece)),
+        "5" + piece * (1990 // len(piece)),
+        f"x={piece * (1990 // len(piece))}y",
+    ):
         started = time.monotonic()
         assert not math_equal(text, "x+42")
         assert time.monotonic() - started < 1.0
@@ -119,7 +138,9 @@ def test_our_own_rules_are_quick_on_the_longest_text(piece, monkeypatch):
 @pytest.mark.slow
 def test_many_pairs_are_bounded_together():
     started = time.monotonic()
-    found = all_math_equal([f"9^{{9^9}}+{i}" for i in range(40)] + ["x+1"], ["x+7"] * 40 + ["1+x"], timeout=0.5, in_all=2.0)
+    found = all_math_equal(
+        [f"9^{{9^9}}+{i}" for i in range(40)] + ["x+1"], ["x+7"] * 40 + ["1+x"], timeout=0.5, in_all=2.0
+    )
     assert time.monotonic() - started < 5
     assert not any(found[:40])
 
@@ -140,7 +161,7 @@ def test_from_threads_at_once():
 
 def test_a_child_that_dies_is_replaced():
     assert math_equal("v+1", "1+v")
-    for child in list(math_grading._children().idle.queue):
+    for child in list(judge._children().idle.queue):
         if child.process is not None:
             os.kill(child.process.pid, signal.SIGKILL)
     assert math_equal("v+2", "2+v")
@@ -148,8 +169,14 @@ def test_a_child_that_dies_is_replaced():
 
 @pytest.mark.slow
 def test_no_child_outlives_its_parent():
-    code = "import math_grading as m; assert m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(math_grading.__file__).parent, capture_output=True, text=True, check=True)
+    code = "from answers import judge as m; assert m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(judge.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     pids = json.loads(done.stdout)
     assert pids
     for _ in range(100):
@@ -161,16 +188,22 @@ def test_no_child_outlives_its_parent():
 
 @pytest.mark.slow
 def test_a_child_that_is_busy_when_its_parent_is_killed_ends_at_its_time():
-    code = "import math_grading as m; m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process], flush=True); "
+    code = "from answers import judge as m; m.math_equal('w+1', '1+w'); print([c.process.pid for c in m._children().idle.queue if c.process], flush=True); "
     parent = subprocess.Popen(
-        [sys.executable, "-c", code + "m.math_equal('9^{9^9}', '42+x', timeout=1.5)"], cwd=Path(math_grading.__file__).parent, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code + "m.math_equal('9^{9^9}', '42+x', timeout=1.5)"],
+        cwd=Path(judge.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     (pid,) = json.loads(parent.stdout.readline())
     time.sleep(0.5)
     parent.kill()
     parent.wait()
     for _ in range(60):
-        if not os.path.exists(f"/proc/{pid}") or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+        if (
+            not os.path.exists(f"/proc/{pid}")
+            or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        ):
             return
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
@@ -182,5 +215,7 @@ def test_math500_against_itself_and_against_its_neighbours():
     gold = [json.loads(line)["answer"] for line in MATH500.read_text().splitlines()]
     assert all(all_math_equal([f" {g}." for g in gold], gold))
     pairs = list(zip(gold, gold[1:] + gold[:1], strict=True))
-    equal = {pair for pair, found in zip(pairs, all_math_equal(*zip(*pairs, strict=True)), strict=True) if found}
+    equal = {
+        pair for pair, found in zip(pairs, all_math_equal(*zip(*pairs, strict=True)), strict=True) if found
+    }
     assert equal == {("5", "x=5"), ("7", "7"), ("3", "3")}

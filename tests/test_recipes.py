@@ -18,23 +18,29 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import grpo_eval
 import grpo_train
-import hub
 import sft_train
-from backbones import vocab_logits
-from config import RunError, SettingError, parse_config
 from conftest import build_model, paid
-from data import pad_left
-from generation import GroupDecoder, Interaction, draw, rollout_uniforms
-from output import save_model
+from decoding.any_model import vocab_logits
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.step import draw
+from errors import RunError, SettingError
+from learning import inspection
+from learning.inspection import interaction_effect
+from learning.log_probs import Scorer
+from reporting import card
 from rewards import REWARD_SETS
+from running.folder import save_model
+from running.parsing import parse_config
 from solver import load_solver, readable, solve
-from training import Scorer, interaction_effect
 
 ROOT = Path(__file__).parents[1]
 
 
 def missing(*packages):
-    return pytest.mark.skipif(any(importlib.util.find_spec(p) is None for p in packages), reason=f"needs {' and '.join(packages)}")
+    return pytest.mark.skipif(
+        any(importlib.util.find_spec(p) is None for p in packages), reason=f"needs {' and '.join(packages)}"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +57,15 @@ def start(tokenizer, tmp_path_factory):
 
 
 SMALL = dict(
-    num_steps=2, num_epochs=None, batch_size=2, max_completion_length=24, eval_every=2, eval_problems=3, report_to=None, cpu_threads=1, warmup_ratio=0.0
+    num_steps=2,
+    num_epochs=None,
+    batch_size=2,
+    max_completion_length=24,
+    eval_every=2,
+    eval_problems=3,
+    report_to=None,
+    cpu_threads=1,
+    warmup_ratio=0.0,
 )
 
 
@@ -70,7 +84,13 @@ def config_of(recipe, start, out, script, **settings):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["gsm8k", pytest.param("m3po_paper", marks=missing("peft", "bitsandbytes")), pytest.param("multi_reward", marks=missing("peft")), "math_grpo", "oneshot"],
+    [
+        "gsm8k",
+        pytest.param("m3po_paper", marks=missing("peft", "bitsandbytes")),
+        pytest.param("multi_reward", marks=missing("peft")),
+        "math_grpo",
+        "oneshot",
+    ],
 )
 def test_every_grpo_config_runs_from_start_to_evaluation(recipe, start, tmp_path):
     config = config_of(recipe, start, tmp_path / "out", grpo_train)
@@ -79,33 +99,64 @@ def test_every_grpo_config_runs_from_start_to_evaluation(recipe, start, tmp_path
     assert [m["step"] for m in metrics] == [1, 2]
     names = [function.__name__ for function, _ in REWARD_SETS[config.reward_set]]
     assert {f"reward/{name}" for name in names} <= set(metrics[0])
-    report, folder = grpo_eval.evaluate(grpo_eval.Config(model=str(tmp_path / "out"), output_dir=str(tmp_path / "eval")))
+    report, folder = grpo_eval.evaluate(
+        grpo_eval.Config(model=str(tmp_path / "out"), output_dir=str(tmp_path / "eval"))
+    )
     assert report["answer_format"] == config.answer_format
     assert report["questions"] == 12
-    assert {k: v["questions"] for k, v in report["accuracy_by_subject"].items()} == {"Algebra": 6, "Geometry": 6}
+    assert {k: v["questions"] for k, v in report["accuracy_by_subject"].items()} == {
+        "Algebra": 6,
+        "Geometry": 6,
+    }
     assert set(report["accuracy_by_level"]) == {"1", "2", "3"}
 
 
 def test_the_math_recipe_goes_from_supervised_text_to_grpo(start, tmp_path):
-    sft_train.train(config_of("math_sft", start, tmp_path / "sft", sft_train, unique_train_examples=4, max_completion_length=64))
+    sft_train.train(
+        config_of(
+            "math_sft", start, tmp_path / "sft", sft_train, unique_train_examples=4, max_completion_length=64
+        )
+    )
     settings = yaml.safe_load((tmp_path / "sft" / "run_config.yaml").read_text())
     assert settings["grading"] == "math"
-    grpo_train.train(config_of("math_grpo", start, tmp_path / "grpo", grpo_train, model=str(tmp_path / "sft")))
+    grpo_train.train(
+        config_of("math_grpo", start, tmp_path / "grpo", grpo_train, model=str(tmp_path / "sft"))
+    )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "grpo").config.model_type == "llama"
 
 
 def test_prompt_and_response_are_learnt_as_they_stand(start, tmp_path, tokenizer):
     """JSONL of another effort: no answer column, one in the format where the response holds it."""
-    rows = [{"prompt": f"Say {i}.", "response": f"<think>so</think> <answer>{i}</answer>" if i % 2 else "I would rather not."} for i in range(8)]
+    rows = [
+        {
+            "prompt": f"Say {i}.",
+            "response": f"<think>so</think> <answer>{i}</answer>" if i % 2 else "I would rather not.",
+        }
+        for i in range(8)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(
-        "math_sft", start, tmp_path / "out", sft_train, dataset=str(tmp_path / "pairs.jsonl"), eval_every=0, eval_problems=0, max_completion_length=64
+        "math_sft",
+        start,
+        tmp_path / "out",
+        sft_train,
+        dataset=str(tmp_path / "pairs.jsonl"),
+        eval_every=0,
+        eval_problems=0,
+        max_completion_length=64,
     )
     problems, _, _ = sft_train.prepare_problems(config, tokenizer, responses=True)
     pairs = sft_train.responses(problems, tokenizer, config)
     assert sorted(tokenizer.decode(ids[:-1]) for _, ids in pairs) == sorted(row["response"] for row in rows)
     assert [p.problem.answer for p, _ in pairs[:2]] == ["", "1"]
-    assert len(sft_train.responses(problems, tokenizer, sft_train.Config(**{**vars(config), "unique_train_examples": 3}))) == 3
+    assert (
+        len(
+            sft_train.responses(
+                problems, tokenizer, sft_train.Config(**{**vars(config), "unique_train_examples": 3})
+            )
+        )
+        == 3
+    )
     sft_train.train(config)
 
 
@@ -128,7 +179,9 @@ def test_a_prompt_that_does_not_name_the_delimiter_is_refused(tmp_path):
 def sampled(tokenizer, prompts, G, length, seed=0):
     decoder = GroupDecoder(build_model("qwen2", tokenizer), tokenizer, "e", Interaction(0.3))
     ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    return decoder, decoder.rollout(ids, mask, G, length, rollout_uniforms(seed, 0, 0, len(prompts) * G, length))
+    return decoder, decoder.rollout(
+        ids, mask, G, length, rollout_uniforms(seed, 0, 0, len(prompts) * G, length)
+    )
 
 
 def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokenizer, prompts):
@@ -143,7 +196,9 @@ def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokeniz
     assert torch.equal(joined.ids[8:, :width], other.ids[:4])
     assert torch.equal(joined.ids[:4, :width], other.ids[4:])
     assert torch.equal(joined.ids[4:8, :12], rollout.ids[4:8, :12])
-    assert torch.equal(joined.mask.sum(-1), torch.cat([other.lengths[4:], rollout.lengths[4:8], other.lengths[:4]]))
+    assert torch.equal(
+        joined.mask.sum(-1), torch.cat([other.lengths[4:], rollout.lengths[4:8], other.lengths[:4]])
+    )
 
 
 PAYS_SOME = """
@@ -157,10 +212,19 @@ def test_groups_without_a_signal_give_way_to_fresh_problems(start, tmp_path):
     runs = {}
     for extra in (0, 3):
         config = config_of(
-            "oneshot", start, tmp_path / str(extra), grpo_train, reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=extra, batch_size=4, eval_every=0
+            "oneshot",
+            start,
+            tmp_path / str(extra),
+            grpo_train,
+            reward=[f"{tmp_path}/pays.py:pays"],
+            dynamic_sampling=extra,
+            batch_size=4,
+            eval_every=0,
         )
         grpo_train.train(config)
-        runs[extra] = [json.loads(line) for line in (tmp_path / str(extra) / "metrics.jsonl").read_text().splitlines()]
+        runs[extra] = [
+            json.loads(line) for line in (tmp_path / str(extra) / "metrics.jsonl").read_text().splitlines()
+        ]
     assert runs[0][0]["frac_reward_zero_std"] > 0
     assert all(m["frac_reward_zero_std"] < runs[0][0]["frac_reward_zero_std"] for m in runs[3][:1])
     assert runs[3][0]["extra_rollouts"] >= 1
@@ -168,29 +232,52 @@ def test_groups_without_a_signal_give_way_to_fresh_problems(start, tmp_path):
     assert "extra_rollouts" not in runs[0][0]
 
 
-def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_step(start, tmp_path, monkeypatch):
+def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_step(
+    start, tmp_path, monkeypatch
+):
     (tmp_path / "pays.py").write_text(PAYS_SOME)
     drawn, honest = [], grpo_train.problem_batch
-    monkeypatch.setattr(grpo_train, "problem_batch", lambda count, size, first, seed: drawn.append((first, size)) or honest(count, size, first, seed))
-    settings = dict(reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=4, eval_every=0, num_steps=3)
+    monkeypatch.setattr(
+        grpo_train,
+        "problem_batch",
+        lambda count, size, first, seed: drawn.append((first, size)) or honest(count, size, first, seed),
+    )
+    settings = dict(
+        reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=4, eval_every=0, num_steps=3
+    )
     grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, **settings))
     assert len(drawn) > 3, "some groups gave way"
     assert all(first + size == following for (first, size), (following, _) in itertools.pairwise(drawn))
 
 
-def test_what_listening_changed_is_asked_with_the_draws_of_the_group_that_stayed(start, tmp_path, monkeypatch):
+def test_what_listening_changed_is_asked_with_the_draws_of_the_group_that_stayed(
+    start, tmp_path, monkeypatch
+):
     """A group that gave way was drawn anew, and was read again with the draws of the one before it: nearly every token "would have been another"."""
     (tmp_path / "pays.py").write_text(PAYS_SOME)
     again = []
 
     def spy(scorer, rollout, uniforms):
         for g in range(rollout.num_generations):
-            logits = vocab_logits(scorer.model, scorer.hidden(rollout, [g])[0], scorer.tables) / rollout.temperature
-            again.append(draw(logits, uniforms[g, : len(logits)])[0].tolist() == rollout.ids[g, : len(logits)].tolist())
+            logits = (
+                vocab_logits(scorer.model, scorer.hidden(rollout, [g])[0], scorer.tables)
+                / rollout.temperature
+            )
+            again.append(
+                draw(logits, uniforms[g, : len(logits)])[0].tolist() == rollout.ids[g, : len(logits)].tolist()
+            )
         return interaction_effect(scorer, rollout, uniforms)
 
-    monkeypatch.setattr(grpo_train, "interaction_effect", spy)
-    settings = dict(reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=2, eval_every=0, num_steps=4, inspect_every=1, m3po_lambda=0.3)
+    monkeypatch.setattr(inspection, "interaction_effect", spy)
+    settings = dict(
+        reward=[f"{tmp_path}/pays.py:pays"],
+        dynamic_sampling=2,
+        batch_size=2,
+        eval_every=0,
+        num_steps=4,
+        inspect_every=1,
+        m3po_lambda=0.3,
+    )
     grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, **settings))
     assert len(again) == 4 * 4
     assert all(again)
@@ -206,11 +293,22 @@ def test_dynamic_sampling_is_the_same_on_two_processes(start, tmp_path):
                      num_processes=processes, output_dir=tmp_path / processes)  # fmt: skip
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "grpo_train.py", *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "grpo_train.py", *map(str, words)],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
-        rows[processes] = [json.loads(line) for line in (tmp_path / processes / "rollouts.jsonl").read_text().splitlines()]
+        rows[processes] = [
+            json.loads(line) for line in (tmp_path / processes / "rollouts.jsonl").read_text().splitlines()
+        ]
     keys = ("step", "example_id", "generation", "completion", "reward")
-    one, two = (sorted(tuple(row[k] for k in keys) for row in rows[p] if row["step"] == 1) for p in ("1", "2"))
+    one, two = (
+        sorted(tuple(row[k] for k in keys) for row in rows[p] if row["step"] == 1) for p in ("1", "2")
+    )
     assert one == two
 
 
@@ -228,11 +326,15 @@ def trained(start, tmp_path_factory):
 def test_tensorboard_gets_every_number_and_can_be_read_back(start, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, report_to=["tensorboard"], run_name="mine"))
+    grpo_train.train(
+        config_of("oneshot", start, tmp_path / "out", grpo_train, report_to=["tensorboard"], run_name="mine")
+    )
     found = EventAccumulator(str(tmp_path / "out" / "trackers" / "mine"))
     found.Reload()
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [(e.step, pytest.approx(e.value, rel=1e-5)) for e in found.Scalars("train/reward")] == [(m["step"], m["reward"]) for m in metrics]
+    assert [(e.step, pytest.approx(e.value, rel=1e-5)) for e in found.Scalars("train/reward")] == [
+        (m["step"], m["reward"]) for m in metrics
+    ]
     assert [e.step for e in found.Scalars("eval/accuracy")] == [2]
 
 
@@ -255,7 +357,9 @@ def log_records(data):
 def test_wandb_offline_gets_the_metrics_over_their_own_step(start, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, report_to=["wandb"], project="mine"))
+    grpo_train.train(
+        config_of("oneshot", start, tmp_path / "out", grpo_train, report_to=["wandb"], project="mine")
+    )
     (file,) = (tmp_path / "out").glob("wandb/offline-run-*/run-*.wandb")
     from wandb.proto import wandb_internal_pb2
 
@@ -265,10 +369,17 @@ def test_wandb_offline_gets_the_metrics_over_their_own_step(start, tmp_path, mon
         record.ParseFromString(data)
         project = record.run.project or project
         if record.WhichOneof("record_type") == "history":
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item})
+            rows.append(
+                {
+                    "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                    for item in record.history.item
+                }
+            )
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert project == "mine"
-    assert [(r["step"], r["train/reward"]) for r in rows] == [(m["step"], pytest.approx(m["reward"])) for m in metrics]
+    assert [(r["step"], r["train/reward"]) for r in rows] == [
+        (m["step"], pytest.approx(m["reward"])) for m in metrics
+    ]
 
 
 @missing("wandb")
@@ -279,7 +390,9 @@ def test_a_tracker_that_fails_is_warned_of_and_the_run_goes_on(start, tmp_path, 
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["wandb"], "start", fails)
-    with pytest.warns(UserWarning, match="report_to wandb: dropped, it raised ConnectionError: no route to host"):
+    with pytest.warns(
+        UserWarning, match="report_to wandb: dropped, it raised ConnectionError: no route to host"
+    ):
         grpo_train.train(config_of("oneshot", start, tmp_path / "out", grpo_train, report_to=["wandb"]))
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -305,9 +418,17 @@ def test_the_card_tells_what_was_done_and_loads(trained):
 
 def test_push_uploads_what_a_user_needs_and_nothing_else(start, tmp_path, monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(hub.HfApi, "create_repo", lambda self, *args, **kwargs: calls.append(("create", args, kwargs)))
-    monkeypatch.setattr(hub.HfApi, "upload_folder", lambda self, **kwargs: calls.append(("upload", kwargs)) or "https://example.org/me/mine")
-    config = config_of("oneshot", start, tmp_path / "out", grpo_train, push_to_hub=True, hub_model_id="me/mine", save_every=1)
+    monkeypatch.setattr(
+        card.HfApi, "create_repo", lambda self, *args, **kwargs: calls.append(("create", args, kwargs))
+    )
+    monkeypatch.setattr(
+        card.HfApi,
+        "upload_folder",
+        lambda self, **kwargs: calls.append(("upload", kwargs)) or "https://example.org/me/mine",
+    )
+    config = config_of(
+        "oneshot", start, tmp_path / "out", grpo_train, push_to_hub=True, hub_model_id="me/mine", save_every=1
+    )
     grpo_train.train(config)
     (tmp_path / "out" / "wandb" / "run").mkdir(parents=True)
     (tmp_path / "out" / "wandb" / "run" / "tokenizer.json").write_text("{}")
@@ -315,9 +436,21 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(start, tmp_path, monkey
     assert args == ("me/mine",)
     assert kwargs == {"private": True, "exist_ok": True}
     files = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()]
-    sent = set(filter_repo_objects(files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]))
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= sent
-    assert not any("/" in name or "jsonl" in name or "run_config" in name for name in sent), "no checkpoint, no log, no path of this machine"
+    sent = set(
+        filter_repo_objects(
+            files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]
+        )
+    )
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+    } <= sent
+    assert not any("/" in name or "jsonl" in name or "run_config" in name for name in sent), (
+        "no checkpoint, no log, no path of this machine"
+    )
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
     assert any("checkpoint-1/" in name for name in files)
     assert "uploaded to https://example.org/me/mine" in capsys.readouterr().out
@@ -325,16 +458,20 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(start, tmp_path, monkey
     def refuses(self, *args, **kwargs):
         raise OSError("401 unauthorized")
 
-    monkeypatch.setattr(hub.HfApi, "create_repo", refuses)
-    with pytest.raises(RunError, match=r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"):
-        hub.push(config, tmp_path / "out")
+    monkeypatch.setattr(card.HfApi, "create_repo", refuses)
+    with pytest.raises(
+        RunError, match=r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"
+    ):
+        card.push(config, tmp_path / "out")
     with pytest.raises(SettingError, match="hub_model_id"):
         parse_config(grpo_train.Config, ["--push_to_hub", "true"])
 
 
 def test_the_saved_model_loads_in_a_plain_pipeline(trained):
     ask = pipeline("text-generation", str(trained))
-    reply = ask([{"role": "user", "content": "What is 3 halves?"}], max_new_tokens=8, do_sample=False)[0]["generated_text"][-1]
+    reply = ask([{"role": "user", "content": "What is 3 halves?"}], max_new_tokens=8, do_sample=False)[0][
+        "generated_text"
+    ][-1]
     assert reply["role"] == "assistant"
 
 
@@ -364,7 +501,9 @@ def test_a_solver_whose_system_prompt_is_gone_says_so(trained, tmp_path):
     """It asked with the format's own words, which the model was not trained on, and said nothing."""
     shutil.copytree(trained, tmp_path / "model")
     settings = yaml.safe_load((tmp_path / "model" / "run_config.yaml").read_text())
-    (tmp_path / "model" / "run_config.yaml").write_text(yaml.safe_dump(settings | {"system_prompt_file": "gone.txt"}))
+    (tmp_path / "model" / "run_config.yaml").write_text(
+        yaml.safe_dump(settings | {"system_prompt_file": "gone.txt"})
+    )
     with pytest.raises(SettingError, match=r"system_prompt_file='gone.txt': cannot be read"):
         load_solver(str(tmp_path / "model"))
 
@@ -389,7 +528,9 @@ def test_a_solution_is_told_apart_into_reasoning_and_answer(trained, monkeypatch
 
 @missing("trl")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({f.__name__ for functions in REWARD_SETS.values() for f, _ in functions}))
+@pytest.mark.parametrize(
+    "name", sorted({f.__name__ for functions in REWARD_SETS.values() for f, _ in functions})
+)
 def test_our_rewards_run_unchanged_in_trl(name, start, tokenizer, tmp_path):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -402,10 +543,17 @@ def test_our_rewards_run_unchanged_in_trl(name, start, tokenizer, tmp_path):
         seen.append(getattr(rewards, name)(*args, **kwargs))
         return seen[-1]
 
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {i} halves?"}], "answer": f"{i}/2"} for i in range(4)])
+    data = Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"What is {i} halves?"}], "answer": f"{i}/2"}
+            for i in range(4)
+        ]
+    )
     settings = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=8, max_steps=1, report_to="none",
                           use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, beta=0.0)  # fmt: skip
-    GRPOTrainer(str(start / "model"), watched, args=settings, train_dataset=data, processing_class=tokenizer).train()
+    GRPOTrainer(
+        str(start / "model"), watched, args=settings, train_dataset=data, processing_class=tokenizer
+    ).train()
     assert len(seen[0]) == 4
     assert all(isinstance(value, float) for value in seen[0])
 
@@ -421,5 +569,10 @@ def test_trl_s_own_rewards_run_unchanged_here(start, tmp_path):
     assert {"reward/accuracy_reward", "reward/think_format_reward"} <= set(metrics)
     from trl.rewards import accuracy_reward
 
-    totals, _ = paid([(accuracy_reward, 1.0)], [None], [[{"role": "assistant", "content": "\\boxed{\\frac{1}{2}}"}]], solution=["\\frac{1}{2}"])
+    totals, _ = paid(
+        [(accuracy_reward, 1.0)],
+        [None],
+        [[{"role": "assistant", "content": "\\boxed{\\frac{1}{2}}"}]],
+        solution=["\\frac{1}{2}"],
+    )
     assert totals == [1.0]

@@ -15,9 +15,9 @@ import yaml
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import plots
-from report import evenly, main, page, read_evaluations, read_groups, summary, write_report
-from tokens import token_pieces
+from decoding.tokens import token_pieces
+from reporting.__main__ import main
+from reporting.page import evenly, page, read_evaluations, read_groups, summary, write_report
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
 G, LENGTH = 4, 6
@@ -47,8 +47,14 @@ def run(tmp_path_factory):
     """A folder as a run of M3PO leaves it: three steps, the first group of each with its tokens; two evaluations."""
     folder = tmp_path_factory.mktemp("runs") / "a <run>"
     folder.mkdir()
-    write_lines(folder / "rollouts.jsonl", [a_rollout(step, g, detailed) for step in (1, 2, 3) for detailed in (True, False) for g in range(G)])
-    metrics = [{"step": s, "reward": s / 10, "correct": 0.5, "completion_length": 6.0, "train_seconds": 60.0 * s} for s in (1, 2, 3)]
+    write_lines(
+        folder / "rollouts.jsonl",
+        [a_rollout(step, g, detailed) for step in (1, 2, 3) for detailed in (True, False) for g in range(G)],
+    )
+    metrics = [
+        {"step": s, "reward": s / 10, "correct": 0.5, "completion_length": 6.0, "train_seconds": 60.0 * s}
+        for s in (1, 2, 3)
+    ]
     metrics[0] |= {"eval_accuracy_before": 0.25}
     metrics[2] |= {"eval_accuracy": 0.5, "eval_questions": 4}
     write_lines(folder / "metrics.jsonl", metrics)
@@ -58,13 +64,17 @@ def run(tmp_path_factory):
          "extracted": "17" if right else None, "completion": f"said after {step}: {HOSTILE}"} for step in rights for q, right in enumerate(rights[step])
     ]  # fmt: skip
     write_lines(folder / "evaluations.jsonl", answers)
-    (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": "tiny", "m3po_lambda": 0.1, "beta": None}))
+    (folder / "run_config.yaml").write_text(
+        yaml.safe_dump({"model": "tiny", "m3po_lambda": 0.1, "beta": None})
+    )
     (folder / "curves.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg' width='10' height='10'/>")
     return folder
 
 
 def data_of(text):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    )
 
 
 def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
@@ -76,7 +86,12 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     assert text.count("<script") == 2, "the data and the page's own"
     assert "a &lt;run&gt;" in text
     assert data["evaluations"]["steps"] == [0, 3]
-    assert [q["right"] for q in data["evaluations"]["questions"]] == [[True, False], [False, True], [False, True], [False, False]]
+    assert [q["right"] for q in data["evaluations"]["questions"]] == [
+        [True, False],
+        [False, True],
+        [False, True],
+        [False, False],
+    ]
     told = summary([json.loads(line) for line in open(run / "metrics.jsonl")], data["evaluations"])
     assert ("held-out accuracy", "0.250 → 0.500 (0.150–0.850) of 4, after step 3") in told
     assert ("first → last evaluation, paired", "2 questions gained, 1 lost: p = 0.62, no sure change") in told
@@ -85,11 +100,13 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
 
 
 def test_a_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "perplexity": 1.6, "train_seconds": 1.0}\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 0.5, "perplexity": 1.6, "train_seconds": 1.0}\n{"step": 2, "lo'
+    )
     text = write_report(tmp_path).read_text()
     assert data_of(text)["groups"] == []
     assert "Curves come with the tenth step" in text
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "none")])
+    monkeypatch.setattr("sys.argv", ["reporting", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
@@ -98,7 +115,15 @@ def test_a_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
 
 def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    write_lines(path, [a_rollout(step, g, detailed) for step in range(1, 101) for detailed in (True, False, False) for g in range(G)])
+    write_lines(
+        path,
+        [
+            a_rollout(step, g, detailed)
+            for step in range(1, 101)
+            for detailed in (True, False, False)
+            for g in range(G)
+        ],
+    )
     groups, _ = read_groups(path, most=40 * G)
     assert len(groups) == 40
     assert all("pieces" in path for group in groups for path in group["paths"])
@@ -114,7 +139,9 @@ def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path
 def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
     """All that a run had said lay in memory, beside the training; 2,000 completions of 4,096 tokens made a page of 270 MB."""
     path = tmp_path / "rollouts.jsonl"
-    write_lines(path, [a_rollout(step, g, step % 2 == 0, length=200) for step in range(1, 401) for g in range(G)])
+    write_lines(
+        path, [a_rollout(step, g, step % 2 == 0, length=200) for step in range(1, 401) for g in range(G)]
+    )
     written = path.stat().st_size
     tracemalloc.start()
     groups, _ = read_groups(path, most_bytes=written // 10)
@@ -126,9 +153,9 @@ def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
 
 
 def test_curves_of_what_is_no_run_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["plots.py", str(tmp_path / "nothing")])
+    monkeypatch.setattr("sys.argv", ["reporting", str(tmp_path / "nothing")])
     with pytest.raises(SystemExit, match="2"):
-        plots.main()
+        main()
     assert "nothing holds no metrics.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
 
@@ -156,13 +183,19 @@ def test_a_group_that_is_being_written_is_left_out(tmp_path):
         groups, _ = read_groups(path, size=G)
         assert [len(group["paths"]) for group in groups] == [G] * count
     path.write_bytes(whole[whole.index(b"\n") + 1 :])
-    assert [group["step"] for group in read_groups(path, size=G)[0]] == [2], "the first group has lost its first path"
+    assert [group["step"] for group in read_groups(path, size=G)[0]] == [2], (
+        "the first group has lost its first path"
+    )
 
 
 def test_what_is_no_number_breaks_no_page(tmp_path):
     """NaN, which Python writes and reads as JSON, is none: the page's own script could not read its data."""
     write_lines(
-        tmp_path / "rollouts.jsonl", [a_rollout(1, g, True) | {"logps": [math.nan] * LENGTH, "reward": math.inf, "advantage": math.nan} for g in range(G)]
+        tmp_path / "rollouts.jsonl",
+        [
+            a_rollout(1, g, True) | {"logps": [math.nan] * LENGTH, "reward": math.inf, "advantage": math.nan}
+            for g in range(G)
+        ],
     )
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
     data = re.search(r'id="data">(.*?)</script>', page(tmp_path), re.DOTALL)[1]
@@ -182,9 +215,14 @@ def test_the_pieces_of_a_text_join_to_it(tokenizer):
 
 def byte_fallback_tokenizer():
     """As Llama-2, Mistral and Gemma have it: what is in no token is said in bytes."""
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b"])}
+    vocabulary = {
+        word: i
+        for i, word in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b"])
+    }
     raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
 
 
@@ -210,7 +248,9 @@ def test_a_long_row_of_half_characters_is_no_work(tokenizer):
     assert time.perf_counter() - started < 1
 
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +283,9 @@ def test_it_loads_without_a_word_and_asks_nobody_for_anything(opened, run):
     assert said == []
     assert [url for url in asked if not url.startswith("data:")] == [(run / "report.html").as_uri()]
     assert tab.title() == "a <run>"
-    tab.evaluate("const image = new Image(); image.src = 'http://127.0.0.1:9/x.png'; document.body.append(image)")
+    tab.evaluate(
+        "const image = new Image(); image.src = 'http://127.0.0.1:9/x.png'; document.body.append(image)"
+    )
     tab.wait_for_timeout(100)
     assert any("Content Security Policy" in message for message in said), "the page's own policy forbids it"
 
@@ -252,7 +294,10 @@ def test_a_click_on_a_token_shows_the_weights_that_stand_in_the_file(opened):
     tab, _, _ = opened
     tab.locator('.text[data-path="0"] [data-t="3"]').click()
     shown = tab.locator("#detail .now .weight")
-    assert [(w.get_attribute("data-peer"), w.inner_text().split()[2]) for w in shown.all()] == [("1", "0.80"), ("2", "0.20")]
+    assert [(w.get_attribute("data-peer"), w.inner_text().split()[2]) for w in shown.all()] == [
+        ("1", "0.80"),
+        ("2", "0.20"),
+    ]
     assert "the same random draw would have given  other" in tab.locator("#detail").inner_text()
     tab.locator('.text[data-path="0"] [data-t="5"]').click()
     assert "hears nobody" in tab.locator("#detail").inner_text()
@@ -324,7 +369,9 @@ def test_flips_between_evaluations(opened):
     names = ["wrong to right (2)", "right to wrong (1)", "right both times (0)", "wrong both times (1)"]
     assert kind.locator("option").all_inner_texts() == names
     kind.select_option(label="right to wrong (1)")
-    assert tab.locator("#flipped summary").all_inner_texts() == ["train-0: 17 → nothing (reference 17) Question 0?"]
+    assert tab.locator("#flipped summary").all_inner_texts() == [
+        "train-0: 17 → nothing (reference 17) Question 0?"
+    ]
 
 
 def seconds_to_open(browser, path, groups):
@@ -343,7 +390,10 @@ def seconds_to_open(browser, path, groups):
 
 @pytest.mark.slow
 def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
-    write_lines(tmp_path / "rollouts.jsonl", [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)])
+    write_lines(
+        tmp_path / "rollouts.jsonl",
+        [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)],
+    )
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
     assert seconds_to_open(browser, write_report(tmp_path), groups=500) < 2
 
@@ -351,7 +401,13 @@ def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
 @pytest.mark.slow
 def test_a_group_of_64_paths_that_all_hear_each_other_opens_soon(browser, tmp_path):
     """It took 3.5 seconds: a colour was read from text for each of 1.6 million weights."""
-    some = [a_rollout(1, g, False, length=400) | {"pieces": [" x"] * 400, "logps": [-1.0] * 400, "think_end": 399} for g in range(64)]
-    write_lines(tmp_path / "rollouts.jsonl", [r | {"mix": base64.b64encode(bytes([4] * 64 * 399 + [0] * 64)).decode()} for r in some])
+    some = [
+        a_rollout(1, g, False, length=400) | {"pieces": [" x"] * 400, "logps": [-1.0] * 400, "think_end": 399}
+        for g in range(64)
+    ]
+    write_lines(
+        tmp_path / "rollouts.jsonl",
+        [r | {"mix": base64.b64encode(bytes([4] * 64 * 399 + [0] * 64)).decode()} for r in some],
+    )
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
     assert seconds_to_open(browser, write_report(tmp_path), groups=1) < 2.5

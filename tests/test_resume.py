@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import grpo_train
-import output
 import sft_train
-from checkpoint import FREE, checkpoints, damage, data_fingerprint
-from config import RunError, SettingError
 from conftest import a_model_and_problems
-from data import EncodedProblem, Problem
+from errors import RunError, SettingError
+from problems.problem import EncodedProblem, Problem
+from running import checkpoint, log
+from running import folder as run_folder
+from running.checkpoint import FREE, checkpoints, damage, data_fingerprint
+from running.run import Stop
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,7 +59,15 @@ def start(tokenizer, tmp_path_factory):
 def settings_of(start, out, script=grpo_train, **more):
     common = dict(model=str(start / "model"), dataset=str(start), output_dir=str(out), batch_size=3, num_steps=4, max_completion_length=16, eval_every=2,
                   eval_problems=4, cpu_threads=1, save_every=2, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_ratio=0.2)  # fmt: skip
-    grpo = dict(num_generations=4, beta=0.1, mu=2, outer_iterations=2, reward=[f"{start}/pays.py:pays"], m3po_lambda=0.3, log_groups=2)
+    grpo = dict(
+        num_generations=4,
+        beta=0.1,
+        mu=2,
+        outer_iterations=2,
+        reward=[f"{start}/pays.py:pays"],
+        m3po_lambda=0.3,
+        log_groups=2,
+    )
     sft = dict(num_epochs=None)
     return script.Config(**{**common, **(grpo if script is grpo_train else sft), **more})
 
@@ -69,7 +78,7 @@ class Killed(BaseException):
 
 def run(config, kill_at=None, script=grpo_train, monkeypatch=None):
     """Train; with `kill_at` die when that step's line is written."""
-    write = output.MetricsLog.write
+    write = log.MetricsLog.write
 
     def dying(self, metrics):
         write(self, metrics)
@@ -78,7 +87,7 @@ def run(config, kill_at=None, script=grpo_train, monkeypatch=None):
 
     with monkeypatch.context() if kill_at else contextlib.nullcontext() as patch:
         if kill_at:
-            patch.setattr(output.MetricsLog, "write", dying)
+            patch.setattr(log.MetricsLog, "write", dying)
             with pytest.raises(Killed):
                 script.train(config)
         else:
@@ -89,7 +98,8 @@ def everything(out):
     """What a run leaves, without times."""
     model = load_file(out / "model.safetensors")
     metrics = [
-        {k: v for k, v in json.loads(line).items() if "seconds" not in k and "per_s" not in k} for line in (out / "metrics.jsonl").read_text().splitlines()
+        {k: v for k, v in json.loads(line).items() if "seconds" not in k and "per_s" not in k}
+        for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
     return model, metrics, (out / "rollouts.jsonl").read_text(), (out / "evaluations.jsonl").read_text()
 
@@ -143,7 +153,12 @@ def test_supervised_training_too(start, tmp_path, monkeypatch):
     for name in ("whole", "cut"):
         settings = dict(script=sft_train, num_steps=6, max_completion_length=64)
         if name == "cut":
-            run(settings_of(start, tmp_path / name, **settings), kill_at=3, script=sft_train, monkeypatch=monkeypatch)
+            run(
+                settings_of(start, tmp_path / name, **settings),
+                kill_at=3,
+                script=sft_train,
+                monkeypatch=monkeypatch,
+            )
             settings["resume"] = True
         run(settings_of(start, tmp_path / name, **settings), script=sft_train)
     assert_same(tmp_path / "whole", tmp_path / "cut")
@@ -165,7 +180,9 @@ def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, tmp_pa
 
 
 LEFT_OUT = {
-    "moments": lambda state, tensors: [tensors.pop(k) for k in list(tensors) if "exp_avg." in k or k.endswith("exp_avg")],
+    "moments": lambda state, tensors: [
+        tensors.pop(k) for k in list(tensors) if "exp_avg." in k or k.endswith("exp_avg")
+    ],
     "schedule": lambda state, tensors: state["schedule"].update(last_epoch=0, _step_count=1),
     "place in the data": lambda state, tensors: state.update(place=0),
     "reference": lambda state, tensors: [tensors[k].zero_() for k in tensors if k.startswith("reference.")],
@@ -173,11 +190,16 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("field", LEFT_OUT)
-def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(field, start, uninterrupted, tmp_path, monkeypatch):
+def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(
+    field, start, uninterrupted, tmp_path, monkeypatch
+):
     out = tmp_path / "out"
     run(settings_of(start, out), kill_at=3, monkeypatch=monkeypatch)
     folder = checkpoints(out)[0]
-    state, tensors = json.loads((folder / "training_state.json").read_text()), load_file(folder / "training_state.safetensors")
+    state, tensors = (
+        json.loads((folder / "training_state.json").read_text()),
+        load_file(folder / "training_state.safetensors"),
+    )
     LEFT_OUT[field](state, tensors)
     (folder / "training_state.json").write_text(json.dumps(state))
     save_file(tensors, folder / "training_state.safetensors")
@@ -204,11 +226,13 @@ def asked_at(moments):
 
 
 @pytest.mark.parametrize("moment", [1, 9, 40, 90])
-def test_stopped_at_any_moment_and_resumed_is_the_same_run(moment, start, uninterrupted, tmp_path, monkeypatch):
+def test_stopped_at_any_moment_and_resumed_is_the_same_run(
+    moment, start, uninterrupted, tmp_path, monkeypatch
+):
     """Before the first step, in a rollout, in an evaluation: the last finished step is saved, the status is 143."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Stop, "asked", asked_at(moment))
+        patch.setattr(Stop, "asked", asked_at(moment))
         with pytest.raises(SystemExit) as left:
             grpo_train.train(settings_of(start, out, save_every=0))
         assert left.value.code == 143
@@ -218,7 +242,9 @@ def test_stopped_at_any_moment_and_resumed_is_the_same_run(moment, start, uninte
     assert all(torch.equal(tensor, cut[0][name]) for name, tensor in whole[0].items())
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as_well(start, uninterrupted, tmp_path, monkeypatch):
+def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as_well(
+    start, uninterrupted, tmp_path, monkeypatch
+):
     """The step's line waits for its evaluation; a log that was written to before would be cut in the middle of a line."""
     out, honest, calls = tmp_path / "out", grpo_train.held_out_accuracy, []
 
@@ -246,13 +272,24 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
 def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_path, monkeypatch):
     """In a notebook Ctrl-C did nothing any more, the first time."""
     before = {name: signal.getsignal(name) for name in signal.valid_signals()}
-    run(settings_of(start, tmp_path / "out", script, max_completion_length=64), kill_at=1, script=script, monkeypatch=monkeypatch)
+    run(
+        settings_of(start, tmp_path / "out", script, max_completion_length=64),
+        kill_at=1,
+        script=script,
+        monkeypatch=monkeypatch,
+    )
     assert {name: signal.getsignal(name) for name in signal.valid_signals()} == before
 
 
 @pytest.mark.slow
-def test_a_signal_in_an_extra_rollout_does_not_wait_for_the_step_which_is_done_again_alike(start, tmp_path, monkeypatch):
-    settings, honest, whole = dict(dynamic_sampling=2, reward=[f"{start}/pays.py:pays_some"], save_every=0), grpo_train.sample, []
+def test_a_signal_in_an_extra_rollout_does_not_wait_for_the_step_which_is_done_again_alike(
+    start, tmp_path, monkeypatch
+):
+    settings, honest, whole = (
+        dict(dynamic_sampling=2, reward=[f"{start}/pays.py:pays_some"], save_every=0),
+        grpo_train.sample,
+        [],
+    )
     run(settings_of(start, tmp_path / "whole", **settings))
 
     def told(decoder, batch, groups, config, step, retry=0):
@@ -297,7 +334,9 @@ def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(s
     """--output_dir the same as --model wrote the trained model over the one it came from."""
     shutil.copytree(start / "model", tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    with pytest.raises(SettingError, match="holds a config.json that is no run's and would be written over: choose another"):
+    with pytest.raises(
+        SettingError, match="holds a config.json that is no run's and would be written over: choose another"
+    ):
         grpo_train.train(settings_of(start, tmp_path / "model", model=str(tmp_path / "model")))
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     (tmp_path / "data").mkdir()
@@ -306,7 +345,15 @@ def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(s
         grpo_train.train(settings_of(start, tmp_path / "data"))
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "is no name"), ("a\0b", "is no name"), ("x" * 300, "is no name"), ("/proc/nothing", "cannot be written to")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "is no name"),
+        ("a\0b", "is no name"),
+        ("x" * 300, "is no name"),
+        ("/proc/nothing", "cannot be written to"),
+    ],
+)
 def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
     """An empty name filled the current folder; the others ended in a traceback, the last after the models were loaded."""
     with pytest.raises(SettingError, match=f"output_dir=.*{words}"):
@@ -314,8 +361,12 @@ def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
 
 
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
-@pytest.mark.parametrize(("name", "folder"), [("metrics.jsonl", True), ("model.safetensors", True), (".saving", False)])
-def test_what_is_in_the_way_of_a_file_of_the_run_is_named_before_any_work(name, folder, script, start, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "folder"), [("metrics.jsonl", True), ("model.safetensors", True), (".saving", False)]
+)
+def test_what_is_in_the_way_of_a_file_of_the_run_is_named_before_any_work(
+    name, folder, script, start, tmp_path
+):
     """The first ended in a traceback, the others in one at the end of the whole training, and there was no model."""
     (tmp_path / name).mkdir() if folder else (tmp_path / name).touch()
     with pytest.raises(SettingError, match=f"holds a {name} of another kind, which is in the way"):
@@ -374,7 +425,12 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninter
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("null", "not what was written"), ('{"config.json": {}}', "not what was written"), ("{}", "does not name training_s")]
+    ("text", "words"),
+    [
+        ("null", "not what was written"),
+        ('{"config.json": {}}', "not what was written"),
+        ("{}", "does not name training_s"),
+    ],
 )
 def test_a_manifest_of_another_shape_is_none(text, words, cut):
     (cut / "checkpoint-4" / "manifest.json").write_text(text)
@@ -409,7 +465,10 @@ def test_the_newest_are_kept_and_an_old_one_goes_only_when_the_new_one_is_whole(
 
     monkeypatch.setattr(Path, "rename", watched)
     grpo_train.train(settings_of(start, cut, resume=True))
-    assert seen == [("checkpoint-6", None, ["checkpoint-2", "checkpoint-4"]), ("checkpoint-8", None, ["checkpoint-4", "checkpoint-6"])]
+    assert seen == [
+        ("checkpoint-6", None, ["checkpoint-2", "checkpoint-4"]),
+        ("checkpoint-8", None, ["checkpoint-4", "checkpoint-6"]),
+    ]
     assert [p.name for p in checkpoints(cut)] == ["checkpoint-8", "checkpoint-6"]
 
 
@@ -418,7 +477,10 @@ def test_a_full_disk_says_what_it_needs_and_leaves_the_earlier_checkpoint_whole(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(RunError, match=r"could not save checkpoint-6 \(No space left on device\): it needs .* GB, .* GB are free; earlier ones are whole"):
+    with pytest.raises(
+        RunError,
+        match=r"could not save checkpoint-6 \(No space left on device\): it needs .* GB, .* GB are free; earlier ones are whole",
+    ):
         grpo_train.train(settings_of(start, cut, resume=True))
     assert damage(cut / "checkpoint-4") is None
     assert not (cut / checkpoint.TEMPORARY).exists()
@@ -426,7 +488,9 @@ def test_a_full_disk_says_what_it_needs_and_leaves_the_earlier_checkpoint_whole(
 
 def test_too_little_disk_is_refused_before_the_first_step(start, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type(usage)(usage.total, usage.total - 1000, 1000))
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda path: type(usage)(usage.total, usage.total - 1000, 1000)
+    )
     with pytest.raises(SettingError, match=r"save_every=2: a checkpoint needs 0\.00 GB, 0\.00 GB are free"):
         grpo_train.train(settings_of(start, tmp_path / "out"))
     assert (tmp_path / "out" / "metrics.jsonl").exists() is False
@@ -442,7 +506,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_run_s_checkpoint_is_refused_with_both_values(name, start, cut):
-    with pytest.raises(SettingError, match=rf"was written by another run: .*{name} .* there, .* here; say --resume_anyway"):
+    with pytest.raises(
+        SettingError, match=rf"was written by another run: .*{name} .* there, .* here; say --resume_anyway"
+    ):
         grpo_train.train(settings_of(start, cut, resume=True, **REFUSED[name]))
 
 
@@ -450,7 +516,9 @@ def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
     algorithm = "seed batch_size num_generations temperature mu beta epsilon epsilon_high loss_type scale_rewards learning_rate weight_decay max_grad_norm "
     algorithm += "adam_beta1 adam_beta2 warmup_ratio lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length bf16 "
     algorithm += "rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights answer_format eval_problems dataset limit optimizer "
-    algorithm += "dynamic_sampling m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha model warm_start"
+    algorithm += (
+        "dynamic_sampling m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha model warm_start"
+    )
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
     assert not names & FREE
@@ -458,7 +526,9 @@ def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
 
 def test_the_fingerprint_of_the_data_is_of_prompts_problems_and_their_order():
     a, b = (EncodedProblem(Problem(q, "1"), f"prompt {q}", [1]) for q in "ab")
-    other = EncodedProblem(Problem("a", "1"), "another prompt a", [1])  # a system_prompt_file with other text in it
+    other = EncodedProblem(
+        Problem("a", "1"), "another prompt a", [1]
+    )  # a system_prompt_file with other text in it
     assert len({data_fingerprint(problems) for problems in ([a, b], [b, a], [other, b], [a])}) == 4
 
 
@@ -468,7 +538,9 @@ def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, c
     lines = (other / "train.jsonl").read_text().splitlines()
     (other / "train.jsonl").write_text("\n".join(reversed(lines)) + "\n")
     with pytest.raises(SettingError, match=r"data '\w{12}' there, '\w{12}' here"):
-        grpo_train.train(settings_of(other, cut, resume=True, model=str(start / "model"), reward=[f"{start}/pays.py:pays"]))
+        grpo_train.train(
+            settings_of(other, cut, resume=True, model=str(start / "model"), reward=[f"{start}/pays.py:pays"])
+        )
     with pytest.raises(SettingError, match="model .* there, .* here; what is saved would not fit"):
         grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, model=str(other / "model")))
     grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, learning_rate=1e-4))
@@ -497,13 +569,22 @@ def test_a_run_without_a_reference_cannot_go_on_with_one(start, tmp_path):
     settings = dict(num_steps=2, outer_iterations=1, save_every=1)
     grpo_train.train(settings_of(start, tmp_path / "free", beta=0.0, **settings))
     with pytest.raises(SettingError, match="beta 0.0 there, 0.1 here; what is saved would not fit"):
-        grpo_train.train(settings_of(start, tmp_path / "free", beta=0.1, resume=True, resume_anyway=True, **(settings | {"num_steps": 3})))
+        grpo_train.train(
+            settings_of(
+                start,
+                tmp_path / "free",
+                beta=0.1,
+                resume=True,
+                resume_anyway=True,
+                **(settings | {"num_steps": 3}),
+            )
+        )
 
 
 def test_nothing_is_ever_unpickled(start, cut):
     files = {p.suffix for p in (cut / "checkpoint-4").rglob("*") if p.is_file()}
     assert files <= {".safetensors", ".json", ".jinja", ".yaml"}
-    for name in ("checkpoint.py", "training.py", "output.py"):
+    for name in ("running/checkpoint.py", "learning/models.py", "running/folder.py"):
         text = (ROOT / name).read_text()
         assert "torch.load" not in text
         assert "pickle" not in text.replace("unpickled", "")
@@ -530,19 +611,27 @@ def test_steps_that_are_not_finite_change_nothing_and_end_the_run(start, tmp_pat
         return loss * float("nan"), terms
 
     monkeypatch.setattr(grpo_train, "grpo_loss", broken)
-    with pytest.raises(RunError, match=r"3 steps in a row had a loss or gradient that is not finite, the last on problems \['train-"):
+    with pytest.raises(
+        RunError,
+        match=r"3 steps in a row had a loss or gradient that is not finite, the last on problems \['train-",
+    ):
         grpo_train.train(settings_of(start, tmp_path / "out", mu=1))
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [m["loss"] for m in metrics] == [None] * 3
     assert all(len(m["bad_examples"]) == 3 for m in metrics)
-    before, after = load_file(start / "model" / "model.safetensors"), load_file(tmp_path / "out" / "checkpoint-2" / "model.safetensors")
+    before, after = (
+        load_file(start / "model" / "model.safetensors"),
+        load_file(tmp_path / "out" / "checkpoint-2" / "model.safetensors"),
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_supervised_steps_that_are_not_finite_are_counted_too(start, tmp_path, monkeypatch):
     monkeypatch.setattr(sft_train, "within_memory", lambda *args: [torch.tensor(float("nan"))])
     with pytest.raises(RunError, match="3 steps in a row had a loss or gradient that is not finite"):
-        sft_train.train(settings_of(start, tmp_path / "out", sft_train, eval_every=0, max_completion_length=64))
+        sft_train.train(
+            settings_of(start, tmp_path / "out", sft_train, eval_every=0, max_completion_length=64)
+        )
 
 
 # Real processes, real signals
@@ -557,7 +646,9 @@ def words_of(start, out, *more, **settings):
 
 def begin(words):
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def steps_in(out):
@@ -582,7 +673,9 @@ def left_alone(start, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "processes"), [("SIGINT", 1), ("SIGUSR1", 2), ("SIGTERM", 2)])
-def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left_alone(name, processes, start, left_alone, tmp_path):
+def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left_alone(
+    name, processes, start, left_alone, tmp_path
+):
     run = begin(words_of(start, tmp_path / "cut", num_processes=processes))
     while steps_in(tmp_path / "cut") < 7:
         assert run.poll() is None, run.stdout.read()
@@ -599,9 +692,18 @@ def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left
 
 
 @pytest.mark.slow
-def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_the_other_samples(start, tmp_path):
+def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_the_other_samples(
+    start, tmp_path
+):
     """Every group of process 1 has a signal when it is told to stop, none is its to sample, and process 0 must not wait for it for ever."""
-    words = dict(num_processes=2, num_steps=12, eval_every=0, save_every=0, reward=f"{start}/pays.py:pays_some", dynamic_sampling=3)
+    words = dict(
+        num_processes=2,
+        num_steps=12,
+        eval_every=0,
+        save_every=0,
+        reward=f"{start}/pays.py:pays_some",
+        dynamic_sampling=3,
+    )
     whole = begin(words_of(start, tmp_path / "whole", **words))
     printed = whole.communicate(timeout=180)[0]
     assert whole.returncode == 0, printed
@@ -611,7 +713,10 @@ def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_
     assert cut.returncode == 143, printed
     steps = int((start / "steps").read_text())
     assert f"stopped by SIGTERM: saved checkpoint-{steps};" in printed, "the step was not finished"
-    assert json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[steps])["extra_rollouts"] > 0
+    assert (
+        json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[steps])["extra_rollouts"]
+        > 0
+    )
     again = begin(words_of(start, tmp_path / "cut", "--resume", **words))
     printed = again.communicate(timeout=180)[0]
     assert again.returncode == 0, printed
@@ -621,7 +726,10 @@ def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_
 @pytest.mark.slow
 def test_weights_and_moments_in_shards_are_gone_on_with_to_the_bit(start, tmp_path):
     """FSDP2 on two processes, gone on with from a checkpoint in the middle."""
-    words, (whole, cut) = dict(num_processes=2, fsdp=True, num_steps=4, save_every=2, keep_checkpoints=3), (tmp_path / "whole", tmp_path / "cut")
+    words, (whole, cut) = (
+        dict(num_processes=2, fsdp=True, num_steps=4, save_every=2, keep_checkpoints=3),
+        (tmp_path / "whole", tmp_path / "cut"),
+    )
     run = begin(words_of(start, whole, **words))
     printed = run.communicate(timeout=180)[0]
     assert run.returncode == 0, printed
@@ -639,11 +747,15 @@ def test_weights_and_moments_in_shards_are_gone_on_with_to_the_bit(start, tmp_pa
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_left_alone(start, left_alone, tmp_path):
+def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_left_alone(
+    start, left_alone, tmp_path
+):
     """The short version of benchmarks/kill.py."""
     from benchmarks.kill import killed_and_resumed
 
-    kills = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume"), tmp_path / "cut", kills=4, seed=1)
+    kills = killed_and_resumed(
+        words_of(start, tmp_path / "cut", "--resume"), tmp_path / "cut", kills=4, seed=1
+    )
     assert len(kills) == 4
     assert_same(left_alone(1), tmp_path / "cut")
 
@@ -652,12 +764,16 @@ def test_killed_at_random_moments_and_resumed_the_weights_are_those_of_a_run_lef
 def test_killed_in_the_warm_start_or_after_it_too(start, tmp_path):
     from benchmarks.kill import killed_and_resumed
 
-    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 40\nbatch_size: 8\nmax_completion_length: 64\nsave_every: 3\nlearning_rate: 1e-3\n")
+    (tmp_path / "warm.yaml").write_text(
+        "num_epochs: null\nnum_steps: 40\nbatch_size: 8\nmax_completion_length: 64\nsave_every: 3\nlearning_rate: 1e-3\n"
+    )
     words = dict(warm_start=tmp_path / "warm.yaml", num_steps=12, eval_every=0, save_every=2)
     whole = begin(words_of(start, tmp_path / "whole", **words))
     printed = whole.communicate(timeout=180)[0]
     assert whole.returncode == 0, printed
-    killed = killed_and_resumed(words_of(start, tmp_path / "cut", "--resume", **words), tmp_path / "cut", kills=5, seed=1)
+    killed = killed_and_resumed(
+        words_of(start, tmp_path / "cut", "--resume", **words), tmp_path / "cut", kills=5, seed=1
+    )
     assert killed[0] == "warm start"
     for folder in (".", "warm_start"):
         assert_same(tmp_path / "whole" / folder, tmp_path / "cut" / folder)
@@ -668,16 +784,22 @@ def test_killed_in_the_warm_start_or_after_it_too(start, tmp_path):
 
 def test_the_best_model_is_kept_and_a_run_without_progress_ends(start, tmp_path, monkeypatch, capsys):
     accuracies = iter([0.1, 0.4, 0.2, 0.4, 0.9])
-    monkeypatch.setattr(grpo_train, "held_out_accuracy", lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 10})
+    monkeypatch.setattr(
+        grpo_train,
+        "held_out_accuracy",
+        lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 10},
+    )
     seen = {}
-    save = output.save_model
+    save = run_folder.save_model
 
     def watched(model, tokenizer, folder, dtype, state=None):
         seen[Path(folder).name] = {k: v.clone() for k, v in state.items()}
         save(model, tokenizer, folder, dtype, state)
 
-    monkeypatch.setattr(output, "save_model", watched)
-    grpo_train.train(settings_of(start, tmp_path / "out", eval_every=1, keep_best=True, patience=2, save_every=0))
+    monkeypatch.setattr(run_folder, "save_model", watched)
+    grpo_train.train(
+        settings_of(start, tmp_path / "out", eval_every=1, keep_best=True, patience=2, save_every=0)
+    )
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [m["eval_accuracy"] for m in metrics] == [0.4, 0.2, 0.4]
     assert "no better held-out accuracy than 0.400 in 2 evaluations" in capsys.readouterr().out
@@ -718,7 +840,10 @@ def test_logs_are_not_thrown_away_where_there_is_nothing_to_go_on_from(start, cu
     before = (cut / "metrics.jsonl").read_text()
     for path in checkpoints(cut):
         (path / "manifest.json").unlink()
-    with pytest.raises(SettingError, match="has no checkpoint that is whole: there is nothing to go on from; begin anew with --overwrite_output_dir"):
+    with pytest.raises(
+        SettingError,
+        match="has no checkpoint that is whole: there is nothing to go on from; begin anew with --overwrite_output_dir",
+    ):
         grpo_train.train(settings_of(start, cut, resume=True))
     assert (cut / "metrics.jsonl").read_text() == before
 
@@ -726,7 +851,11 @@ def test_logs_are_not_thrown_away_where_there_is_nothing_to_go_on_from(start, cu
 def test_a_checkpoint_of_a_time_that_the_run_has_gone_back_behind_goes(start, cut, monkeypatch):
     """Passed over once for its damage, it must not be gone on from when the disk has recovered: its future is another one."""
     (cut / "checkpoint-4" / "manifest.json").unlink()
-    run(settings_of(start, cut, resume=True, save_every=3, keep_checkpoints=5), kill_at=4, monkeypatch=monkeypatch)
+    run(
+        settings_of(start, cut, resume=True, save_every=3, keep_checkpoints=5),
+        kill_at=4,
+        monkeypatch=monkeypatch,
+    )
     assert [p.name for p in checkpoints(cut)] == ["checkpoint-3", "checkpoint-2"]
 
 

@@ -13,12 +13,13 @@ import pytest
 
 import grpo_train
 from conftest import paid
-from data import Problem, load_problems
+from errors import RewardError
+from problems.problem import Problem
+from problems.sources import load_problems
 from rewards import (
     ANSWER_FORMATS,
     REWARD_SETS,
     SYSTEM_PROMPT,
-    RewardError,
     binary_correctness_reward,
     combined_reward,
     compute_rewards,
@@ -151,7 +152,9 @@ def test_the_extractor_finds_what_the_format_says_and_nothing_else(answer_format
     assert ANSWER_FORMATS[answer_format].extract(text) == expected
 
 
-@pytest.mark.parametrize("thing", [None, 7, [], [None], [{}], [{"content": None}], {"content": "<answer>7</answer>"}])
+@pytest.mark.parametrize(
+    "thing", [None, 7, [], [None], [{}], [{"content": None}], {"content": "<answer>7</answer>"}]
+)
 def test_a_completion_without_text_has_no_answer_and_earns_nothing(thing):
     assert extract_answer(thing) is None
     assert combined_reward(completions=[thing], answer=["7"]) == [0.0]
@@ -161,7 +164,12 @@ def test_a_completion_without_text_has_no_answer_and_earns_nothing(thing):
 
 def test_of_several_messages_the_last_counts_and_content_may_come_in_parts():
     parts = [{"type": "text", "text": "<answer>"}, {"type": "image"}, {"type": "text", "text": "7</answer>"}]
-    assert extract_answer([{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]) == "7"
+    assert (
+        extract_answer(
+            [{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]
+        )
+        == "7"
+    )
 
 
 @pytest.mark.parametrize("name", ANSWER_FORMATS)
@@ -191,7 +199,10 @@ def test_the_written_forms_and_the_seed_prompt_are_these_very_characters():
         "boxed": "a\nThe answer is \\boxed{b}.",
         "r1": "<think>\na\n</think>\n<answer>\nb\n</answer>",
     }
-    assert SYSTEM_PROMPT == "Respond in the following format:\n\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
+    assert (
+        SYSTEM_PROMPT
+        == "Respond in the following format:\n\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
+    )
     assert [f.think_end for f in ANSWER_FORMATS.values()] == ["</reasoning>", "####", "\\boxed{", "</think>"]
 
 
@@ -201,7 +212,9 @@ def test_an_unknown_format_is_refused_with_the_valid_ones():
         lambda: format_reward(["x"], "json"),
         lambda: correctness_reward(None, [], [], "json"),
     ):
-        with pytest.raises(ValueError, match=r"^answer_format 'json' is unknown: must be one of xml, hash, boxed, r1$"):
+        with pytest.raises(
+            ValueError, match=r"^answer_format 'json' is unknown: must be one of xml, hash, boxed, r1$"
+        ):
             call()
 
 
@@ -218,7 +231,9 @@ CORRECTNESS = [
 def test_correctness_pays_2_for_the_same_characters_1_5_for_the_same_number(answer, reference, expected):
     completion = f"<reasoning>\n1\n</reasoning>\n<answer>{answer}</answer>"
     assert correctness_reward(prompts=None, completions=[completion], answer=[reference]) == [expected]
-    assert combined_reward(prompts=["p"], completions=[completion], answer=[reference], completion_ids=[[1]]) == [expected + 0.8]
+    assert combined_reward(
+        prompts=["p"], completions=[completion], answer=[reference], completion_ids=[[1]]
+    ) == [expected + 0.8]
 
 
 def test_the_answer_must_be_in_its_tags_to_be_paid():
@@ -252,7 +267,9 @@ HASH = [
 
 @pytest.mark.parametrize(("text", "reference", "expected"), HASH)
 def test_the_hash_reward_pays_one_marker_with_a_bare_right_number(text, reference, expected):
-    assert hash_reward(prompts=None, completions=[text], answer=[reference], answer_format="hash") == [expected]
+    assert hash_reward(prompts=None, completions=[text], answer=[reference], answer_format="hash") == [
+        expected
+    ]
 
 
 @pytest.mark.parametrize("reward", [correctness_reward, combined_reward, hash_reward])
@@ -299,8 +316,14 @@ def seconds(call):
 def test_hostile_text_of_a_megabyte_takes_less_than_a_fifth_of_a_second(kind):
     """A lazy regex over 20,000 opening tags took 12 s, and int() of 5,000 digits raises."""
     text = HOSTILE[kind]
-    calls = [lambda: parse_number(text), lambda: last_number(text), lambda: hash_reward(None, ["#### " + text], [text])]
-    calls += [lambda name=name: combined_reward(None, [text], ["7"], answer_format=name) for name in ANSWER_FORMATS]
+    calls = [
+        lambda: parse_number(text),
+        lambda: last_number(text),
+        lambda: hash_reward(None, ["#### " + text], [text]),
+    ]
+    calls += [
+        lambda name=name: combined_reward(None, [text], ["7"], answer_format=name) for name in ANSWER_FORMATS
+    ]
     calls += [lambda: correctness_reward(None, [f"<answer>{text}</answer>"], ["7"], "r1")]
     assert max(seconds(call) for call in calls) < 0.2
 
@@ -355,20 +378,38 @@ def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
 
 
 def test_the_same_number_in_other_characters_is_right():
-    assert right_answers(["<answer>7.0</answer>", "<answer>7</answer>", "<answer>8</answer>"], ["7"] * 3) == [True, True, False]
+    assert right_answers(["<answer>7.0</answer>", "<answer>7</answer>", "<answer>8</answer>"], ["7"] * 3) == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_function_may_abstain_for_all_completions_of_one_process():
     """Where those of another were scored: `gather` gives the values of both."""
-    totals, _ = paid([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: [*values, 1.0])
+    totals, _ = paid(
+        [(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: [*values, 1.0]
+    )
     assert all(map(math.isnan, totals))
     with pytest.raises(RewardError, match="None for all 4 completions"):
-        paid([(constant([None, None], "mine"), 1.0)], ["p"] * 2, ["x", "y"], gather=lambda values: values + values)
+        paid(
+            [(constant([None, None], "mine"), 1.0)],
+            ["p"] * 2,
+            ["x", "y"],
+            gather=lambda values: values + values,
+        )
 
 
 def test_a_reward_function_receives_the_columns_by_keyword():
     seen = {}
-    paid([(lambda **columns: seen.update(columns) or [0.0], 1.0)], ["p"], ["c"], step=3, answer=["7"], answer_format="hash")
+    paid(
+        [(lambda **columns: seen.update(columns) or [0.0], 1.0)],
+        ["p"],
+        ["c"],
+        step=3,
+        answer=["7"],
+        answer_format="hash",
+    )
     assert seen == dict(prompts=["p"], completions=["c"], answer=["7"], answer_format="hash")
 
 
@@ -409,7 +450,12 @@ def test_numpy_and_torch_values_are_accepted():
 )
 def test_what_cannot_be_a_reward_is_one_line_that_names_the_function_and_the_step(values, message):
     with pytest.raises(RewardError, match=message) as caught:
-        paid([(constant(values, "mine"), 1.0)], ["p"] * 2, ["first", [{"content": "second\nline " + "y" * 999}]], step=12)
+        paid(
+            [(constant(values, "mine"), 1.0)],
+            ["p"] * 2,
+            ["first", [{"content": "second\nline " + "y" * 999}]],
+            step=12,
+        )
     text = str(caught.value)
     assert text.startswith("reward function mine at step 12 ")
     assert "\n" not in text
@@ -420,7 +466,10 @@ def test_a_function_that_raises_is_named_with_the_completion_it_raises_on():
     def picky(completions, answer, **kwargs):
         return [float(int(c)) + len(a) for c, a in zip(completions, answer, strict=True)]
 
-    with pytest.raises(RewardError, match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$") as caught:
+    with pytest.raises(
+        RewardError,
+        match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$",
+    ) as caught:
         paid([(picky, 1.0)], ["p"] * 3, ["1", "b\na", "3"], step=4, answer=["7"] * 3)
     assert isinstance(caught.value.__cause__, ValueError)
     assert "\n" not in str(caught.value)
@@ -450,10 +499,15 @@ def test_what_a_function_does_to_its_arguments_reaches_no_other_function_and_no_
         return values
 
     def reads(completions, completion_ids, answer, **kwargs):
-        return [len(c[0]["content"]) + 10 * len(i) + 100 * int(a) for c, i, a in zip(completions, completion_ids, answer, strict=True)]
+        return [
+            len(c[0]["content"]) + 10 * len(i) + 100 * int(a)
+            for c, i, a in zip(completions, completion_ids, answer, strict=True)
+        ]
 
     completions, ids = [[{"role": "assistant", "content": text}] for text in ("a", "bcd")], [[5], [6, 7]]
-    _, parts = paid([(spoils, 1.0), (reads, 1.0)], [None] * 2, completions, completion_ids=ids, answer=["1", "2"])
+    _, parts = paid(
+        [(spoils, 1.0), (reads, 1.0)], [None] * 2, completions, completion_ids=ids, answer=["1", "2"]
+    )
     assert parts == {"spoils": [1.0, 2.0], "reads": [111.0, 223.0]}
     assert ids == [[5], [6, 7]]
 
@@ -467,7 +521,10 @@ def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight(
     def counts(completions, **kwargs):
         return [3.0] * len(completions)
 
-    with pytest.raises(RewardError, match=r"^reward function pays returned 1e\+308, too large to compare with others \(at most 1e\+30\), for completion 'a'$"):
+    with pytest.raises(
+        RewardError,
+        match=r"^reward function pays returned 1e\+308, too large to compare with others \(at most 1e\+30\), for completion 'a'$",
+    ):
         paid([(pays, 1.0)], [None], ["a"])
     with pytest.raises(RewardError, match=r"^reward function counts: 3 times its weight 1e\+30 is too large"):
         paid([(counts, 1e30)], [None], ["a"])
@@ -477,7 +534,10 @@ def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_
     def together(completions, **kwargs):
         return [1.0 / (len(completions) == 1)]
 
-    with pytest.raises(RewardError, match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$"):
+    with pytest.raises(
+        RewardError,
+        match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$",
+    ):
         paid([(together, 1.0)], ["p"] * 2, ["x", "y"])
 
 
@@ -503,7 +563,9 @@ def test_a_reward_is_loaded_from_a_file_with_its_weight_and_sys_path_stays(rewar
     assert sys.path == before
 
 
-@pytest.mark.parametrize("rest", [":absent", ":number", ":bonus=", ":bonus=much", ":bonus=nan", ":bonus=inf", ":", "", ":=2"])
+@pytest.mark.parametrize(
+    "rest", [":absent", ":number", ":bonus=", ":bonus=much", ":bonus=nan", ":bonus=inf", ":", "", ":=2"]
+)
 def test_a_spec_that_names_no_function_or_no_weight_is_refused_in_one_line(reward_file, rest):
     with pytest.raises(ValueError) as caught:
         load_reward(f"{reward_file}{rest}")
@@ -551,8 +613,14 @@ LAYOUTS = {  # completion: strict, soft, count
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_the_layout_rewards_of_the_multi_reward_recipe(text):
-    for function, expected in zip((strict_format_reward, soft_format_reward, xmlcount_reward), LAYOUTS[text], strict=True):
-        assert function(completions=[text]) == function(completions=[[{"role": "assistant", "content": text}]]) == [pytest.approx(expected)], function.__name__
+    for function, expected in zip(
+        (strict_format_reward, soft_format_reward, xmlcount_reward), LAYOUTS[text], strict=True
+    ):
+        assert (
+            function(completions=[text])
+            == function(completions=[[{"role": "assistant", "content": text}]])
+            == [pytest.approx(expected)]
+        ), function.__name__
 
 
 @pytest.mark.parametrize(("answer", "values"), [("12", (2.0, 0.5, 1.0, 0.1)), ("12.0", (0.0, 0.0, 1.0, 0.1)), ("-12", (0.0, 0.5, 0.0, 0.1)),
@@ -560,7 +628,13 @@ def test_the_layout_rewards_of_the_multi_reward_recipe(text):
                                                 ("11 or 12", (0.0,) * 4), ("", (0.0,) * 4), ("1_2", (0.0,) * 4)])  # fmt: skip
 def test_what_an_answer_earns_in_the_other_recipes(answer, values):
     call = dict(completions=[WHOLE.replace("12", answer)], answer=["12"])
-    assert tuple(f(**call)[0] for f in (strict_correctness_reward, int_reward, binary_correctness_reward, numeric_reward)) == values
+    assert (
+        tuple(
+            f(**call)[0]
+            for f in (strict_correctness_reward, int_reward, binary_correctness_reward, numeric_reward)
+        )
+        == values
+    )
     assert xml_share_reward(**call) == [pytest.approx(0.1)]
 
 
@@ -577,12 +651,23 @@ def test_the_rewards_of_the_math_recipe():
 
 
 def test_the_r1_format_has_nothing_but_space_between_its_parts():
-    texts = ["<think>a</think>\n<answer>b</answer>", "<think>a</think> so <answer>b</answer>", "<answer>b</answer> <think>a</think>"]
+    texts = [
+        "<think>a</think>\n<answer>b</answer>",
+        "<think>a</think> so <answer>b</answer>",
+        "<answer>b</answer> <think>a</think>",
+    ]
     assert r1_format_reward(texts) == [1.0, 0.0, 0.0]
 
 
 def test_every_reward_takes_time_linear_in_the_text():
-    for text in ("<reasoning>" * 20000, "<answer>\n" * 20000, "</answer>" * 20000, "<think>" * 20000, "9" * 200000, WHOLE * 3000):
+    for text in (
+        "<reasoning>" * 20000,
+        "<answer>\n" * 20000,
+        "</answer>" * 20000,
+        "<think>" * 20000,
+        "9" * 200000,
+        WHOLE * 3000,
+    ):
         for functions in REWARD_SETS.values():
             for function, _ in functions:
                 started = time.perf_counter()
@@ -601,24 +686,40 @@ def test_every_shared_graded_completion_gets_its_values():
     wrong = []
     for line in GRADED.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
-        text = "".join(piece * times for piece, times in case["completion_build"]) if "completion_build" in case else case["completion"]
+        text = (
+            "".join(piece * times for piece, times in case["completion_build"])
+            if "completion_build" in case
+            else case["completion"]
+        )
         graders, start = case["graders"], time.perf_counter()
         extracted = extract_answer(text, case["format"])
-        score = correctness_reward(completions=[text], answer=[case["reference"]], answer_format=case["format"])[0]
+        score = correctness_reward(
+            completions=[text], answer=[case["reference"]], answer_format=case["format"]
+        )[0]
         checks = {
             "extracted": case.get("extracted_open") or extracted == case["extracted"],
             "correctness": case["correctness"] is None or score == case["correctness"],
             "correctness_min": score >= case.get("correctness_min", 0),
             "b_format": graders.get("b_format") is None or format_reward([text]) == [graders["b_format"]],
-            "d_h3po": graders.get("d_h3po") is None or hash_reward(None, [text], [case["reference"]]) == [graders["d_h3po"] == "one"],
+            "d_h3po": graders.get("d_h3po") is None
+            or hash_reward(None, [text], [case["reference"]]) == [graders["d_h3po"] == "one"],
             **{
-                name: graders[name] is None or abs(function(completions=[text], answer=[case["reference"]], **form)[0] - graders[name]) < 1e-9
+                name: graders[name] is None
+                or abs(function(completions=[text], answer=[case["reference"]], **form)[0] - graders[name])
+                < 1e-9
                 for name, function in GRADERS.items()
                 if name in graders
-                for form in [{} if name in ("c_strict", "c_soft", "c_xmlcount", "e_xml", "r1_strict") else {"answer_format": case["format"]}]
+                for form in [
+                    {}
+                    if name in ("c_strict", "c_soft", "c_xmlcount", "e_xml", "r1_strict")
+                    else {"answer_format": case["format"]}
+                ]
             },
-            "c_xmlcount_lt": "c_xmlcount_lt" not in graders or xmlcount_reward([text])[0] < graders["c_xmlcount_lt"],
-            "math_equal": case["math_equal"] is None or case.get("extracted_open") or math_equal(extracted or "", case["reference"]) == case["math_equal"],
+            "c_xmlcount_lt": "c_xmlcount_lt" not in graders
+            or xmlcount_reward([text])[0] < graders["c_xmlcount_lt"],
+            "math_equal": case["math_equal"] is None
+            or case.get("extracted_open")
+            or math_equal(extracted or "", case["reference"]) == case["math_equal"],
             "max_seconds": time.perf_counter() - start < case.get("max_seconds", 1.0),
         }
         wrong += [(case["id"], name) for name, right in checks.items() if not right]
@@ -627,7 +728,10 @@ def test_every_shared_graded_completion_gets_its_values():
 
 def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
     """Tests of a program, a hint, a source: what the user's own data holds beside question and answer, None where a row has none."""
-    rows = [{"question": "a", "answer": "1", "tests": ["f(1) == 2"]}, {"question": "b", "answer": "2", "level": "3", "source": "book"}]
+    rows = [
+        {"question": "a", "answer": "1", "tests": ["f(1) == 2"]},
+        {"question": "b", "answer": "2", "level": "3", "source": "book"},
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = reward_columns(load_problems(str(tmp_path)), ["x", "y"], [[1], [2]], "xml")
     assert columns["tests"] == [["f(1) == 2"], None]
@@ -643,6 +747,10 @@ def test_a_column_of_the_data_may_have_any_name(name):
     columns = reward_columns([problem], ["x"], [[1]], "xml")
     compute_rewards([(lambda **given: seen.update(given) or [1.0], 1.0)], columns, step=3, timeout=9.0)
     assert seen[name] == [7]
-    sampled = SimpleNamespace(problems=[SimpleNamespace(problem=problem)], texts=["x", "y"], completions=[([1], True)] * 2)
-    grpo_train.score([(lambda **given: given[name], 1.0)], sampled, grpo_train.Config(num_generations=2, eval_every=0), 0)
+    sampled = SimpleNamespace(
+        problems=[SimpleNamespace(problem=problem)], texts=["x", "y"], completions=[([1], True)] * 2
+    )
+    grpo_train.score(
+        [(lambda **given: given[name], 1.0)], sampled, grpo_train.Config(num_generations=2, eval_every=0), 0
+    )
     assert sampled.rewards == [7.0, 7.0]

@@ -15,20 +15,25 @@ from transformers import AutoModelForCausalLM
 
 import grpo_eval
 import sft_train
-from compare import over_questions
-from config import SettingError
 from conftest import a_model_and_problems, build_model
-from data import DataError, EncodedProblem, Problem, build_prompt
-from generation import GroupDecoder
-from output import save_model
+from decoding.decoder import GroupDecoder
+from decoding.tokens import token_tables
+from errors import DataError, SettingError
+from learning.log_probs import Scorer
+from problems.problem import EncodedProblem, Problem
+from problems.prompts import build_prompt
+from reporting.statistics import over_questions
 from rewards import ANSWER_FORMATS, extract_answer
-from tokens import token_tables
-from training import Scorer
+from running.folder import save_model
 
 
 def encoded(tokenizer, question, answer, solution):
     prompt = build_prompt(tokenizer, question, "")
-    return EncodedProblem(Problem(question, answer, solution, id="p1"), prompt, tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return EncodedProblem(
+        Problem(question, answer, solution, id="p1"),
+        prompt,
+        tokenizer(prompt, add_special_tokens=False)["input_ids"],
+    )
 
 
 @pytest.mark.parametrize("name", list(ANSWER_FORMATS))
@@ -54,7 +59,10 @@ def test_problems_without_a_worked_solution_are_named(tokenizer):
 
 
 def test_a_solution_too_long_is_left_out_and_all_too_long_is_an_error(tokenizer):
-    long, short = encoded(tokenizer, "q", "1", "pens " * 100 + "\n#### 1"), encoded(tokenizer, "q", "1", "x\n#### 1")
+    long, short = (
+        encoded(tokenizer, "q", "1", "pens " * 100 + "\n#### 1"),
+        encoded(tokenizer, "q", "1", "x\n#### 1"),
+    )
     config = sft_train.Config(max_completion_length=60)
     assert [p for p, _ in sft_train.responses([long, short], tokenizer, config)] == [short]
     with pytest.raises(DataError, match="max_completion_length=60"):
@@ -63,7 +71,10 @@ def test_a_solution_too_long_is_left_out_and_all_too_long_is_an_error(tokenizer)
 
 def test_the_loss_is_on_the_response_only_and_is_the_cross_entropy_of_plain_transformers(tokenizer):
     model = build_model("llama", tokenizer)
-    problems = [encoded(tokenizer, "How many pens?", "17", "12 + 5 = 17\n#### 17"), encoded(tokenizer, "And now, how many of them?", "1", "1\n#### 1")]
+    problems = [
+        encoded(tokenizer, "How many pens?", "17", "12 + 5 = 17\n#### 17"),
+        encoded(tokenizer, "And now, how many of them?", "1", "1\n#### 1"),
+    ]
     pairs = sft_train.responses(problems, tokenizer, sft_train.Config())
     batch = sft_train.as_rollout(pairs, token_tables(tokenizer, model), "cpu")
     logp, _ = Scorer(model, token_tables(tokenizer, model))(batch, torch.arange(2))
@@ -72,7 +83,11 @@ def test_the_loss_is_on_the_response_only_and_is_the_cross_entropy_of_plain_tran
         row = torch.tensor([p.ids + ids])
         labels = torch.tensor([[-100] * len(p.ids) + ids])
         logits = model(input_ids=row).logits[..., : len(tokenizer)]
-        total += float(torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"))
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
+            )
+        )
     assert float(-logp.sum()) == pytest.approx(total, rel=1e-5)
 
 
@@ -83,8 +98,22 @@ def test_a_supervised_step_does_not_depend_on_its_micro_batches(tokenizer, tmp_p
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     logged = []
     for budget in (10**6, 1):
-        settings = dict(model=str(tmp_path / "model"), dataset=str(tmp_path / "train.jsonl"), num_epochs=None, num_steps=2, batch_size=6, warmup_ratio=0.0)
-        out = sft_train.train(sft_train.Config(**settings, micro_batch_tokens=budget, learning_rate=1e-3, output_dir=str(tmp_path / f"out{budget}")))
+        settings = dict(
+            model=str(tmp_path / "model"),
+            dataset=str(tmp_path / "train.jsonl"),
+            num_epochs=None,
+            num_steps=2,
+            batch_size=6,
+            warmup_ratio=0.0,
+        )
+        out = sft_train.train(
+            sft_train.Config(
+                **settings,
+                micro_batch_tokens=budget,
+                learning_rate=1e-3,
+                output_dir=str(tmp_path / f"out{budget}"),
+            )
+        )
         logged.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
     for whole, cut in zip(*logged, strict=True):
         for name in ("loss", "grad_norm"):
@@ -98,19 +127,37 @@ def test_the_longest_response_allowed_is_kept_and_of_all_the_first_are_taken(tok
     assert sft_train.responses(problems, tokenizer, exactly) == pairs[:2]
 
 
-def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(tokenizer, tmp_path, monkeypatch):
+def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(
+    tokenizer, tmp_path, monkeypatch
+):
     """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, in which each is met once, and the linear rate goes down by thirds."""
     a_model_and_problems(tmp_path, "llama", tokenizer)
     met, made = [], sft_train.as_rollout
-    monkeypatch.setattr(sft_train, "as_rollout", lambda pairs, *rest: met.extend(p.problem.id for p, _ in pairs) or made(pairs, *rest))
-    settings = dict(model=str(tmp_path / "model"), dataset=str(tmp_path), batch_size=8, learning_rate=3e-2, warmup_ratio=0.0, max_completion_length=100)
-    out = sft_train.train(sft_train.Config(**settings, eval_problems=6, eval_every=3, output_dir=str(tmp_path / "out")))
+    monkeypatch.setattr(
+        sft_train,
+        "as_rollout",
+        lambda pairs, *rest: met.extend(p.problem.id for p, _ in pairs) or made(pairs, *rest),
+    )
+    settings = dict(
+        model=str(tmp_path / "model"),
+        dataset=str(tmp_path),
+        batch_size=8,
+        learning_rate=3e-2,
+        warmup_ratio=0.0,
+        max_completion_length=100,
+    )
+    out = sft_train.train(
+        sft_train.Config(**settings, eval_problems=6, eval_every=3, output_dir=str(tmp_path / "out"))
+    )
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [m["learning_rate"] for m in logged] == pytest.approx([3e-2, 2e-2, 1e-2])
     assert len(met) == len(set(met)) == 24
     decoder = GroupDecoder(AutoModelForCausalLM.from_pretrained(out).eval(), tokenizer)
     for row in [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]:
-        ids = tokenizer(build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(
+            build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt),
+            add_special_tokens=False,
+        )["input_ids"]
         assert decoder.text(*decoder.complete([ids], 100)[0][0]) == row["completion"]
 
 
@@ -138,11 +185,22 @@ def test_the_summary_counts_skipped_questions_as_wrong():
 
 def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
-    rows = [{"question": "pens " * n, "answer": str(n), "operation": "plus" if n % 2 else "minus", "digits": n} for n in range(1, 7)]
+    rows = [
+        {"question": "pens " * n, "answer": str(n), "operation": "plus" if n % 2 else "minus", "digits": n}
+        for n in range(1, 7)
+    ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = dict(model=str(tmp_path / "model"), dataset=str(tmp_path), output_dir=str(tmp_path), max_completion_length=4)
+    flags = dict(
+        model=str(tmp_path / "model"),
+        dataset=str(tmp_path),
+        output_dir=str(tmp_path),
+        max_completion_length=4,
+    )
     report, folder = grpo_eval.evaluate(grpo_eval.Config(name="e", by=["operation", "digits"], **flags))
-    assert {name: group["questions"] for name, group in report["accuracy_by_operation"].items()} == {"minus": 3, "plus": 3}
+    assert {name: group["questions"] for name, group in report["accuracy_by_operation"].items()} == {
+        "minus": 3,
+        "plus": 3,
+    }
     assert len(report["accuracy_by_digits"]) == 6
     assert (folder / "curves.png").exists()
     with pytest.raises(SettingError, match="no such column.*there are: digits, operation"):
@@ -152,8 +210,13 @@ def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
 def test_wilson_s_interval_by_hand():
     n, k, z = 20, 5, 1.959964
     p = k / n
-    centre, half = (p + z * z / 2 / n) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
-    assert over_questions([1] * k + [0] * (n - k))[1:] == pytest.approx([centre - half, centre + half], abs=1e-4)
+    centre, half = (
+        (p + z * z / 2 / n) / (1 + z * z / n),
+        z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n),
+    )
+    assert over_questions([1] * k + [0] * (n - k))[1:] == pytest.approx(
+        [centre - half, centre + half], abs=1e-4
+    )
 
 
 def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
@@ -161,7 +224,9 @@ def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
     scores = [0.0, 0.25, 0.5, 1.0] * 50
     _, low, high = over_questions(scores)
     mean, error = sum(scores) / 200, (sum((s - sum(scores) / 200) ** 2 for s in scores) / 200 / 200) ** 0.5
-    assert [low, high] == pytest.approx([mean - 1.96 * error, mean + 1.96 * error], abs=0.004)  # a 90% interval is 0.008 nearer on either side
+    assert [low, high] == pytest.approx(
+        [mean - 1.96 * error, mean + 1.96 * error], abs=0.004
+    )  # a 90% interval is 0.008 nearer on either side
 
 
 def test_one_question_answered_in_part_tells_nothing_of_the_spread():
@@ -175,19 +240,30 @@ def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     answers = [(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]
     [r] = grpo_eval.grade([problem], [grpo_eval.as_texts(answers, decoder)], "xml")
     assert r["resps"] == texts
-    assert r["exact_match"] == {"strict-match": [1.0, 0.0, 0.0, 0.0], "flexible-extract": [1.0, 1.0, 1.0, 0.0]}
+    assert r["exact_match"] == {
+        "strict-match": [1.0, 0.0, 0.0, 0.0],
+        "flexible-extract": [1.0, 1.0, 1.0, 0.0],
+    }
 
 
 @pytest.fixture
 def saved(tokenizer, tmp_path):
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "test.jsonl").write_text("".join(json.dumps({"question": "pens " * n, "answer": str(n)}) + "\n" for n in (1, 2, 3, 300)))
+    (tmp_path / "d" / "test.jsonl").write_text(
+        "".join(json.dumps({"question": "pens " * n, "answer": str(n)}) + "\n" for n in (1, 2, 3, 300))
+    )
     return tmp_path
 
 
 def evaluate(saved, name, **kwargs):
-    settings = dict(model=str(saved / "model"), dataset=str(saved / "d"), output_dir=str(saved / "runs"), max_completion_length=12, max_prompt_length=200)
+    settings = dict(
+        model=str(saved / "model"),
+        dataset=str(saved / "d"),
+        output_dir=str(saved / "runs"),
+        max_completion_length=12,
+        max_prompt_length=200,
+    )
     return grpo_eval.evaluate(grpo_eval.Config(**settings, name=name, **kwargs))
 
 
@@ -198,9 +274,24 @@ def test_an_evaluation_writes_its_report_and_every_completion(saved):
     assert json.loads((folder / "report.json").read_text()) == report
     records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [len(r["resps"]) for r in records] == [3, 3, 3]
-    assert {"doc_id", "prompt_hash", "prompt", "target", "resps", "filtered_resps", "exact_match", "reward"} <= set(records[0])
-    again, other = evaluate(saved, "b", num_samples=3, temperature=0.7, batch_size=3), evaluate(saved, "c", num_samples=3, temperature=0.7, seed=1)
-    samples = [[json.loads(line)["resps"] for line in (f / "samples.jsonl").read_text().splitlines()] for f in (folder, again[1], other[1])]
+    assert {
+        "doc_id",
+        "prompt_hash",
+        "prompt",
+        "target",
+        "resps",
+        "filtered_resps",
+        "exact_match",
+        "reward",
+    } <= set(records[0])
+    again, other = (
+        evaluate(saved, "b", num_samples=3, temperature=0.7, batch_size=3),
+        evaluate(saved, "c", num_samples=3, temperature=0.7, seed=1),
+    )
+    samples = [
+        [json.loads(line)["resps"] for line in (f / "samples.jsonl").read_text().splitlines()]
+        for f in (folder, again[1], other[1])
+    ]
     assert samples[0] == samples[1] != samples[2]
 
 
@@ -212,7 +303,13 @@ def test_an_evaluation_is_never_overwritten(saved):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("m3po_temperature", 0.0), ("m3po_lambda", 5.0), ("temperature", math.inf), ("api_timeout", math.inf), ("save_jsonl", "/nowhere/answers.jsonl")],
+    [
+        ("m3po_temperature", 0.0),
+        ("m3po_lambda", 5.0),
+        ("temperature", math.inf),
+        ("api_timeout", math.inf),
+        ("save_jsonl", "/nowhere/answers.jsonl"),
+    ],
 )
 def test_settings_that_gave_noise_or_a_traceback_at_the_end_are_refused(name, value):
     """The first three were answered with, in silence; the last lost all answers when they were to be written."""
@@ -233,14 +330,26 @@ def test_several_greedy_answers_are_refused():
 
 
 def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
-    settings = dict(model=str(saved / "model"), dataset=str(saved / "d"), num_samples=4, temperature=1.0, m3po=True, max_completion_length=16)
+    settings = dict(
+        model=str(saved / "model"),
+        dataset=str(saved / "d"),
+        num_samples=4,
+        temperature=1.0,
+        m3po=True,
+        max_completion_length=16,
+    )
     settings |= dict(output_dir=str(saved / "runs"), max_prompt_length=200)
     report, folder = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.5, name="together"))
-    rows, together = ([json.loads(line)["resps"] for line in (folder / name).read_text().splitlines()] for name in ("samples.jsonl", "samples_m3po.jsonl"))
+    rows, together = (
+        [json.loads(line)["resps"] for line in (folder / name).read_text().splitlines()]
+        for name in ("samples.jsonl", "samples_m3po.jsonl")
+    )
     assert report["m3po"]["against_single_paths"]["questions"] == len(together) == 3
     assert rows != together
     _, other = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.0, name="alone"))
-    assert [json.loads(line)["resps"] for line in (other / "samples_m3po.jsonl").read_text().splitlines()] == rows, "the same draws"
+    assert [
+        json.loads(line)["resps"] for line in (other / "samples_m3po.jsonl").read_text().splitlines()
+    ] == rows, "the same draws"
     with pytest.raises(SettingError, match="paths need each other"):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
 
@@ -250,24 +359,39 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
     (saved / "d" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folders = [evaluate(saved, "a")[1], evaluate(saved, "b", num_samples=4, temperature=1.0)[1]]
     alone, sampled = ((folder / "curves.svg").read_text() for folder in folders)
-    for words, there in (("accuracy", (True, True)), ("by level", (True, True)), ("by subject", (False, False)), ("maj@k", (False, True))):
+    for words, there in (
+        ("accuracy", (True, True)),
+        ("by level", (True, True)),
+        ("by subject", (False, False)),
+        ("maj@k", (False, True)),
+    ):
         assert (words in alone, words in sampled) == there, words
     assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
     folders[1] = evaluate(saved, "c")[1]
-    monkeypatch.setattr(sys, "argv", ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "pictures")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "pictures")],
+    )
     grpo_eval.main()
     assert (saved / "pictures" / "compare.svg").exists()
     *_, where, last = capsys.readouterr().out.splitlines()
     assert where == f"drawn in {saved / 'pictures' / 'compare'}.svg and .png"
     assert json.loads(last)[0]["difference"] == 0.0
     (saved / "file").touch()
-    monkeypatch.setattr(sys, "argv", ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "file" / "pictures")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "file" / "pictures")],
+    )
     with pytest.raises(SettingError, match=r"output_dir.*cannot be made \(Not a directory\)"):
         grpo_eval.main()
     monkeypatch.setattr(grpo_eval, "draw_evaluation", None)
     with pytest.warns(UserWarning, match="no picture: TypeError"):
         evaluate(saved, "d")
-    assert (saved / "runs" / "d" / "report.json").exists(), "an evaluation does not fail for want of a picture"
+    assert (saved / "runs" / "d" / "report.json").exists(), (
+        "an evaluation does not fail for want of a picture"
+    )
 
 
 # An evaluation that is cut off
@@ -276,7 +400,12 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
 @pytest.fixture
 def many(saved):
     """Thirty questions of different lengths."""
-    (saved / "d" / "test.jsonl").write_text("".join(json.dumps({"question": "pens " * (1 + n % 7) + str(n), "answer": str(n)}) + "\n" for n in range(30)))
+    (saved / "d" / "test.jsonl").write_text(
+        "".join(
+            json.dumps({"question": "pens " * (1 + n % 7) + str(n), "answer": str(n)}) + "\n"
+            for n in range(30)
+        )
+    )
     return saved
 
 
@@ -304,9 +433,16 @@ SAMPLED = dict(num_samples=3, temperature=0.8)
 
 
 @pytest.mark.parametrize(
-    ("settings", "after"), [({}, (11, 7)), pytest.param(SAMPLED, (11, 7), marks=pytest.mark.slow), (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21))]
+    ("settings", "after"),
+    [
+        ({}, (11, 7)),
+        pytest.param(SAMPLED, (11, 7), marks=pytest.mark.slow),
+        (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21)),
+    ],
 )
-def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(many, monkeypatch, capsys, settings, after):
+def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(
+    many, monkeypatch, capsys, settings, after
+):
     """Cut off twice, the second time after going on; the last one while paths interact where they do."""
     settings = dict(settings, batch_size=6)
     whole, left_alone = evaluate(many, "whole", **settings)
@@ -321,12 +457,17 @@ def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(many, monkey
     assert f"{folder}: {min(30, sum(after))} of 30 questions are answered already" in capsys.readouterr().out
     assert {**report, "seconds": 0} == {**whole, "seconds": 0}
     assert texts_of(folder) == texts_of(left_alone)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in left_alone.iterdir()}, "what was kept is gone"
+    assert {path.name for path in folder.iterdir()} == {path.name for path in left_alone.iterdir()}, (
+        "what was kept is gone"
+    )
 
 
 def test_going_on_with_other_settings_questions_or_weights_is_refused(many, monkeypatch, tokenizer):
     cut_off(monkeypatch, 5, lambda: evaluate(many, "cut"))
-    with pytest.raises(SettingError, match=r"unfinished evaluation of another kind \(temperature 0\.0 there, 0\.5 here\): give another --name"):
+    with pytest.raises(
+        SettingError,
+        match=r"unfinished evaluation of another kind \(temperature 0\.0 there, 0\.5 here\): give another --name",
+    ):
         evaluate(many, "cut", temperature=0.5)
     rows = (many / "d" / "test.jsonl").read_text()
     (many / "d" / "test.jsonl").write_text(rows.replace("pens", "Pens"))
@@ -342,11 +483,28 @@ def test_going_on_with_other_settings_questions_or_weights_is_refused(many, monk
 
 @pytest.mark.slow
 def test_two_processes_killed_and_gone_on_with_by_one_give_the_same_numbers(many):
-    (many / "d" / "test.jsonl").write_text("".join(json.dumps({"question": f"{n} pens", "answer": str(n)}) + "\n" for n in range(400)))
-    flags = dict(model=many / "model", dataset=many / "d", output_dir=many / "runs", name="cut", max_completion_length=60, temperature=1.0, batch_size=2)
+    (many / "d" / "test.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n} pens", "answer": str(n)}) + "\n" for n in range(400))
+    )
+    flags = dict(
+        model=many / "model",
+        dataset=many / "d",
+        output_dir=many / "runs",
+        name="cut",
+        max_completion_length=60,
+        temperature=1.0,
+        batch_size=2,
+    )
     words = [sys.executable, "grpo_eval.py", *(f"--{k}={v}" for k, v in flags.items()), "--num_processes=2"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(words, cwd=Path(grpo_eval.__file__).parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(
+        words,
+        cwd=Path(grpo_eval.__file__).parent,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     files = [many / "runs" / "cut" / f"answers-{rank}.jsonl" for rank in range(2)]
     while not all(file.exists() and file.read_text().count("\n") > 3 for file in files):
         assert run.poll() is None, run.stdout.read()

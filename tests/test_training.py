@@ -11,34 +11,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import grpo_train
-import training
-from config import SettingError
 from conftest import FAMILIES, build_model
-from data import Problem, pad_left
-from generation import GroupDecoder, Interaction, rollout_uniforms
-from memory import micro_batches
-from output import save_adapter, save_model
-from tokens import token_tables
-from training import (
-    Scorer,
-    TokenScores,
-    add_adapters,
-    check_positions,
-    guarded_step,
-    held_out_accuracy,
-    interaction_effect,
-    load_model,
-    load_policy,
-    load_tokenizer,
-    logits_gradient,
-    make_optimizer,
-    make_scorer,
-    problem_batch,
-    refresh,
-    steps_to_do,
-    token_scores,
-    unless_stopped,
-)
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.tokens import token_tables
+from errors import SettingError
+from learning import inspection
+from learning.inspection import interaction_effect
+from learning.learner import guarded_step, make_optimizer
+from learning.log_probs import Scorer, TokenScores, logits_gradient, make_scorer, token_scores
+from learning.memory import micro_batches
+from learning.models import add_adapters, check_positions, load_model, load_policy, load_tokenizer, refresh
+from problems.problem import Problem
+from running.evaluation import held_out_accuracy, unless_stopped
+from running.folder import save_adapter, save_model
+from running.run import problem_batch, steps_to_do
 
 G, T = 3, 24
 
@@ -47,7 +34,9 @@ def rollout_of(model, tokenizer, prompts, lam=0.3, temperature=1.0, length=T, si
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity))
     decoder.tables.is_eos[3::25] = True  # more ends than two ids would give in so few tokens
     ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    return decoder, decoder.rollout(ids, mask, G, length, rollout_uniforms(0, 0, 0, len(prompts) * G, length), temperature)
+    return decoder, decoder.rollout(
+        ids, mask, G, length, rollout_uniforms(0, 0, 0, len(prompts) * G, length), temperature
+    )
 
 
 def all_rows(rollout):
@@ -70,13 +59,17 @@ def test_scoring_equals_sampling(model, tokenizer, prompts, lam, temperature):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_runs_scorer_asks_for_no_mask_where_none_is_needed(family, tokenizer, prompts, monkeypatch, tmp_path):
+def test_a_runs_scorer_asks_for_no_mask_where_none_is_needed(
+    family, tokenizer, prompts, monkeypatch, tmp_path
+):
     """transformers would compare positions to find out, and the host wait for the card at the start of every forward (12 to 17 ms each, on an H200)."""
     model, scored = (build_model(family, tokenizer) for _ in range(2))
     decoder, out = rollout_of(model, tokenizer, prompts)
     scorer = make_scorer(scored, decoder.tables, grpo_train.Config())
     asked = []
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: asked.append(positions))
+    monkeypatch.setattr(
+        "transformers.masking_utils.find_packed_sequence_indices", lambda positions: asked.append(positions)
+    )
     assert torch.allclose(scorer(out, all_rows(out))[0], out.logp, atol=1e-5)
     assert bool(asked) == (family in ("gemma3", "gpt2")), "a sliding window is a mask"
     save_model(scored, tokenizer, tmp_path, torch.float32)
@@ -112,10 +105,16 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(tokenizer, prompts):
     decoder, out = rollout_of(model, tokenizer, prompts)
     whole = gradients(model, decoder.tables, out, [all_rows(out)])
     scale = max(float(g.abs().max()) for g in whole)
-    for batches, chunk in [(all_rows(out).split(1), 2048), (all_rows(out).split(4), 7), (micro_batches(out, 120), 2048)]:
+    for batches, chunk in [
+        (all_rows(out).split(1), 2048),
+        (all_rows(out).split(4), 7),
+        (micro_batches(out, 120), 2048),
+    ]:
         assert len(batches) > 1
         cut = gradients(model, decoder.tables, out, batches, chunk)
-        assert max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True)) < 1e-6 * max(1.0, scale)
+        assert max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True)) < 1e-6 * max(
+            1.0, scale
+        )
 
 
 def test_gradients_reach_the_embeddings_of_the_paths_that_were_heard(tokenizer, prompts):
@@ -123,7 +122,9 @@ def test_gradients_reach_the_embeddings_of_the_paths_that_were_heard(tokenizer, 
     model = build_model("llama", tokenizer)
     decoder, out = rollout_of(model, tokenizer, prompts[2:3], lam=0.5)
     Scorer(model, decoder.tables)(out, torch.tensor([0]))[0].sum().backward()
-    heard = {int(out.ids[j, t]) for t in range(out.mix.shape[1] - 1) for j in (1, 2) if out.mix[0, t, 0, j] > 0.01}
+    heard = {
+        int(out.ids[j, t]) for t in range(out.mix.shape[1] - 1) for j in (1, 2) if out.mix[0, t, 0, j] > 0.01
+    }
     others = heard - set(out.ids[0].tolist()) - set(prompts[2])
     assert others
     assert all(model.get_input_embeddings().weight.grad[token].abs().sum() > 0 for token in others)
@@ -137,9 +138,15 @@ def test_nothing_after_eos_and_no_padding_can_change_a_score(model, tokenizer, p
     out.ids = torch.where(out.mask, out.ids, torch.randint(3, 200, out.ids.shape))
     out.prompt_ids = torch.where(out.prompt_mask, out.prompt_ids, 5)
     pad = torch.full((len(prompts), 50), 7)
-    out.prompt_ids, out.prompt_mask = torch.cat([pad, out.prompt_ids], 1), torch.cat([pad < 0, out.prompt_mask], 1)
+    out.prompt_ids, out.prompt_mask = (
+        torch.cat([pad, out.prompt_ids], 1),
+        torch.cat([pad < 0, out.prompt_mask], 1),
+    )
     out.mix = torch.cat([out.mix, torch.zeros(len(prompts), 9, G, G)], 1)
-    out.ids, out.mask = torch.cat([out.ids, torch.full((len(out.ids), 9), 3)], 1), torch.cat([out.mask, torch.zeros(len(out.ids), 9, dtype=torch.bool)], 1)
+    out.ids, out.mask = (
+        torch.cat([out.ids, torch.full((len(out.ids), 9), 3)], 1),
+        torch.cat([out.mask, torch.zeros(len(out.ids), 9, dtype=torch.bool)], 1),
+    )
     after, _ = score(out, all_rows(out))
     assert torch.allclose(before, after[:, : before.shape[1]], atol=1e-5)
     assert not after[:, before.shape[1] :].any()
@@ -197,12 +204,19 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
     assert guarded_step(accelerator, model, optimizer, schedule, torch.tensor([1.0]), 1.0)[0]
     before = [p.clone() for p in model.parameters()]
     state = [v.clone() for s in optimizer.state.values() for v in s.values()]
-    for losses, poison in [(torch.tensor([1.0, math.nan]), 1.0), (torch.tensor([1.0]), math.inf), (torch.tensor([1.0]), math.nan)]:
+    for losses, poison in [
+        (torch.tensor([1.0, math.nan]), 1.0),
+        (torch.tensor([1.0]), math.inf),
+        (torch.tensor([1.0]), math.nan),
+    ]:
         (model(torch.ones(2, 3)).sum() * poison).backward()
         stepped, _ = guarded_step(accelerator, model, optimizer, schedule, losses, 1.0)
         assert not stepped
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(state, (v for s in optimizer.state.values() for v in s.values()), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(state, (v for s in optimizer.state.values() for v in s.values()), strict=True)
+        )
         assert all(p.grad is None for p in model.parameters())
     assert schedule.last_epoch == 4, "the schedule goes on"
 
@@ -210,7 +224,9 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
 def test_the_learning_rate_warms_up_and_follows_its_curve():
     def rates(kind):
         model = torch.nn.Linear(3, 1)
-        optimizer, schedule = make_optimizer(model, config_for_steps(lr_scheduler_type=kind, warmup_ratio=0.2), 10)
+        optimizer, schedule = make_optimizer(
+            model, config_for_steps(lr_scheduler_type=kind, warmup_ratio=0.2), 10
+        )
         out = []
         for _ in range(10):
             out.append(round(schedule.get_last_lr()[0], 4))
@@ -237,7 +253,10 @@ def test_refresh_copies_every_weight_into_the_same_storage_and_tells_the_share_t
             p.mul_(1.5)
     assert hidden < 0.2 < 0.95 < float(refresh(copy, policy))
     assert places == [p.data_ptr() for p in copy.parameters()]
-    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(copy.parameters(), policy.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b.to(torch.bfloat16))
+        for a, b in zip(copy.parameters(), policy.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -292,10 +311,15 @@ def test_gradient_checkpointing_changes_no_gradient(tokenizer, prompts):
     decoder, out = rollout_of(model, tokenizer, prompts)
     plain = gradients(model, decoder.tables, out, [all_rows(out)])
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, gradients(model, decoder.tables, out, [all_rows(out)]), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(plain, gradients(model, decoder.tables, out, [all_rows(out)]), strict=True)
+    )
 
 
-def test_the_policy_is_in_train_mode_without_dropout_and_its_adapters_are_those_of_the_seed(tokenizer, tmp_path):
+def test_the_policy_is_in_train_mode_without_dropout_and_its_adapters_are_those_of_the_seed(
+    tokenizer, tmp_path
+):
     """I11: transformers drops gradient checkpointing in eval() without a word."""
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "m", torch.float32)
     assert load_policy(config_for_steps(), str(tmp_path / "m"), tokenizer, "cpu").training
@@ -322,7 +346,9 @@ def test_decay_is_of_matrices_only_and_the_betas_are_in_their_places():
     """After one step of Adam from zero moments: exp_avg = (1 - beta1) g, exp_avg_sq = (1 - beta2) g^2; a bias of gradient 0 keeps its value."""
     model = torch.nn.Linear(1, 1)
     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
-    optimizer, _ = make_optimizer(model, config_for_steps(weight_decay=0.5, warmup_ratio=0.0, adam_beta1=0.75, adam_beta2=0.875), 10)
+    optimizer, _ = make_optimizer(
+        model, config_for_steps(weight_decay=0.5, warmup_ratio=0.0, adam_beta1=0.75, adam_beta2=0.875), 10
+    )
     model.weight.grad, model.bias.grad = torch.full((1, 1), 4.0), torch.zeros(1)
     optimizer.step()
     state = optimizer.state[model.weight]
@@ -350,12 +376,26 @@ def test_an_epoch_ends_with_what_is_left_of_the_problems():
 def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     """As `complete` answers them, which is tested against `generate`."""
     decoder, rows = GroupDecoder(llama, tokenizer), []
-    problems = [SimpleNamespace(ids=ids, problem=Problem("q", "1", id=str(i))) for i, ids in enumerate(prompts)]
+    problems = [
+        SimpleNamespace(ids=ids, problem=Problem("q", "1", id=str(i))) for i, ids in enumerate(prompts)
+    ]
     config, log = config_for_steps(max_completion_length=T), SimpleNamespace(write_evaluation=rows.extend)
-    found = held_out_accuracy(Accelerator(cpu=True), decoder, problems, config, SimpleNamespace(asked=lambda: 0, agreed=lambda: 0), log, 3)
+    found = held_out_accuracy(
+        Accelerator(cpu=True),
+        decoder,
+        problems,
+        config,
+        SimpleNamespace(asked=lambda: 0, agreed=lambda: 0),
+        log,
+        3,
+    )
     greedy = [pairs[0] for pairs in decoder.complete(prompts, T)]
     assert [r["completion"] for r in rows] == [decoder.text(*pair) for pair in greedy]
-    assert found == {"eval_accuracy": 0.0, "eval_length": sum(len(ids) for ids, _ in greedy) / 5, "eval_questions": 5}
+    assert found == {
+        "eval_accuracy": 0.0,
+        "eval_length": sum(len(ids) for ids, _ in greedy) / 5,
+        "eval_questions": 5,
+    }
 
 
 def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_stop():
@@ -389,11 +429,23 @@ def not_finite(path):
 
 
 WRONG_MODELS = {
-    "a layer more than there are weights": (lambda p: edit(p / "config.json", num_hidden_layers=3), "lacks 9 of its weights, model.layers.2"),
+    "a layer more than there are weights": (
+        lambda p: edit(p / "config.json", num_hidden_layers=3),
+        "lacks 9 of its weights, model.layers.2",
+    ),
     "a list for a config": (lambda p: (p / "config.json").write_text("[]"), "cannot be loaded as a"),
-    "a tokenizer of nothing": (lambda p: (p / "tokenizer.json").write_text("{}"), "cannot be loaded as a Tokenizer"),
-    "weights that are NaN": (lambda p: not_finite(p / "model.safetensors"), "not finite: its weights are damaged"),
-    "an EOS id of letters": (lambda p: edit(p / "generation_config.json", eos_token_id="x"), "eos_token_id holds 'x'"),
+    "a tokenizer of nothing": (
+        lambda p: (p / "tokenizer.json").write_text("{}"),
+        "cannot be loaded as a Tokenizer",
+    ),
+    "weights that are NaN": (
+        lambda p: not_finite(p / "model.safetensors"),
+        "not finite: its weights are damaged",
+    ),
+    "an EOS id of letters": (
+        lambda p: edit(p / "generation_config.json", eos_token_id="x"),
+        "eos_token_id holds 'x'",
+    ),
 }
 
 
@@ -404,7 +456,9 @@ def test_a_model_folder_that_does_not_fit_together_is_one_line(kind, tokenizer, 
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path, torch.float32)
     do(tmp_path)
     with pytest.raises(SettingError, match=words) as error:
-        token_tables(load_tokenizer(str(tmp_path)), load_model(str(tmp_path), tokenizer, torch.float32, "cpu"))
+        token_tables(
+            load_tokenizer(str(tmp_path)), load_model(str(tmp_path), tokenizer, torch.float32, "cpu")
+        )
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -415,7 +469,10 @@ def test_a_saved_model_comes_back_in_its_own_dtype_and_no_half_written_file_is_l
     save_model(model, tokenizer, tmp_path / "out", torch.bfloat16)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
-    assert all(torch.equal(a.to(torch.bfloat16), b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a.to(torch.bfloat16), b)
+        for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     assert not list((tmp_path / "out").glob(".*"))
     assert not list((tmp_path / "out").glob("*.part"))
     assert load_file(tmp_path / "out" / "model.safetensors")
@@ -451,11 +508,15 @@ def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(l
     sampled = [ids for ids, _ in out.completions()]
     assert effect["alone"] != sampled
     assert effect["divergence"].max() > 1e-3
-    assert torch.allclose(effect["similarity"].diagonal(dim1=1, dim2=2), torch.ones(len(effect["steps"]), G), atol=1e-5)
+    assert torch.allclose(
+        effect["similarity"].diagonal(dim1=1, dim2=2), torch.ones(len(effect["steps"]), G), atol=1e-5
+    )
     decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.0)
     out.mix, sampled = torch.zeros(1, out.ids.shape[1], G, G), [ids for ids, _ in out.completions()]
     effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
-    assert effect["alone"] == sampled, "the same draws give the same tokens: scoring really sees what the sampler saw"
+    assert effect["alone"] == sampled, (
+        "the same draws give the same tokens: scoring really sees what the sampler saw"
+    )
     assert effect["divergence"].abs().max() < 1e-5
 
 
@@ -471,10 +532,16 @@ def test_the_effect_of_interaction_is_found_a_few_tokens_at_a_time(llama, tokeni
     """All logits of a path at once, several times over, are 20 GB for 4,096 tokens of a large vocabulary."""
     decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.6)
     rest = Scorer(llama, decoder.tables), out, rollout_uniforms(0, 0, 0, G, T)
-    whole, honest, most = interaction_effect(*rest), training.vocab_logits, []
-    monkeypatch.setattr(training, "LOGITS_AT_ONCE", 5)
-    monkeypatch.setattr(training, "STATES_AT_ONCE", 3 * (len(prompts[0]) + T))  # three paths, and then what is left
-    monkeypatch.setattr(training, "vocab_logits", lambda model, hidden, tables: most.append(len(hidden)) or honest(model, hidden, tables))
+    whole, honest, most = interaction_effect(*rest), inspection.vocab_logits, []
+    monkeypatch.setattr(inspection, "LOGITS_AT_ONCE", 5)
+    monkeypatch.setattr(
+        inspection, "STATES_AT_ONCE", 3 * (len(prompts[0]) + T)
+    )  # three paths, and then what is left
+    monkeypatch.setattr(
+        inspection,
+        "vocab_logits",
+        lambda model, hidden, tables: most.append(len(hidden)) or honest(model, hidden, tables),
+    )
     parts = interaction_effect(*rest)
     assert max(most) <= 5
     assert parts["alone"] == whole["alone"]
@@ -536,7 +603,10 @@ def test_a_saved_model_holds_its_adapters_and_the_adapter_alone_loads_in_peft(to
 def test_a_layer_name_that_no_layer_has_is_one_line(tokenizer):
     pytest.importorskip("peft")
     with pytest.raises(SettingError, match="lora_target_modules="):
-        add_adapters(build_model("llama", tokenizer), SimpleNamespace(lora_r=4, lora_alpha=8, lora_target_modules=["nothing"]))
+        add_adapters(
+            build_model("llama", tokenizer),
+            SimpleNamespace(lora_r=4, lora_alpha=8, lora_target_modules=["nothing"]),
+        )
 
 
 def test_8_bit_moments_learn_as_float32_ones_do():
@@ -548,7 +618,13 @@ def test_8_bit_moments_learn_as_float32_ones_do():
         optimizer, _ = make_optimizer(
             model,
             SimpleNamespace(
-                optimizer=kind, learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.99, warmup_ratio=0.0, lr_scheduler_type="constant"
+                optimizer=kind,
+                learning_rate=0.01,
+                weight_decay=0.0,
+                adam_beta1=0.9,
+                adam_beta2=0.99,
+                warmup_ratio=0.0,
+                lr_scheduler_type="constant",
             ),
             50,
         )
@@ -558,7 +634,11 @@ def test_8_bit_moments_learn_as_float32_ones_do():
             optimizer.step()
             optimizer.zero_grad()
         losses[kind] = float(loss)
-        moments = {state["state1" if kind == "adamw_8bit" else "exp_avg"].dtype for p, state in optimizer.state.items() if p.ndim == 2}
+        moments = {
+            state["state1" if kind == "adamw_8bit" else "exp_avg"].dtype
+            for p, state in optimizer.state.items()
+            if p.ndim == 2
+        }
         assert moments == {torch.uint8 if kind == "adamw_8bit" else torch.float32}
     assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.1)
 
@@ -568,7 +648,11 @@ def test_8_bit_moments_learn_as_float32_ones_do():
 def test_the_scores_own_backward_equals_what_autograd_makes_of_the_formula(cap, compiled):
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(6, 23, generator=generator)
-    targets, grad, temperature = torch.tensor([0, 3, 7, 19, 5, 3]), torch.randn(6, generator=generator), torch.tensor(0.7)
+    targets, grad, temperature = (
+        torch.tensor([0, 3, 7, 19, 5, 3]),
+        torch.randn(6, generator=generator),
+        torch.tensor(0.7),
+    )
     numbers = temperature, None if cap is None else torch.tensor(cap), 20, torch.arange(20) == 11
     formulas = [torch.compile(f, dynamic=True) if compiled else f for f in (token_scores, logits_gradient)]
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -576,7 +660,9 @@ def test_the_scores_own_backward_equals_what_autograd_makes_of_the_formula(cap, 
     wanted, wanted_entropy, _ = token_scores(plain, targets, *numbers)
     (logp * grad).sum().backward()
     (wanted * grad).sum().backward()
-    torch.testing.assert_close((logp, entropy, ours.grad), (wanted, wanted_entropy, plain.grad), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        (logp, entropy, ours.grad), (wanted, wanted_entropy, plain.grad), atol=1e-6, rtol=1e-5
+    )
     assert not entropy.requires_grad
     assert ours.grad[:, 20:].abs().max() == 0
     assert ours.grad[:, 11].abs().max() == 0

@@ -1,8 +1,8 @@
 """The Triton kernels of the decode step on CUDA: attention, products of few rows, the sampler, cosines and blending of the paths.
 
-Each has its twin in plain torch, with which a test compares it: `attend`, `into_attention` and `out_of_attention` in backbones.py, `sample_step` and
-`mix_step` in generation.py, `products` in m3po_module.py. Where a sum is cut into parts, they are added in one order, whichever is done last.
-Letters as in generation.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
+Each has its twin in plain torch, with which a test compares it: `attend`, `into_attention` and `out_of_attention` in fast_model.py, `sample_step` and
+`mix_step` in step.py, `products` in m3po_module.py. Where a sum is cut into parts, they are added in one order, whichever is done last.
+Letters as in step.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
 
 from typing import NamedTuple
@@ -12,16 +12,22 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from tokens import LOGIT_BLOCK
+from decoding.tokens import LOGIT_BLOCK
 
 LOG2_E = 1.4426950408889634
+
+
 ON_CARD = torch.cuda.is_available()
+
+
 # From Hopper on a kernel may be started before the one ahead of it has ended, and wait for it then (programmatic dependent launch).
 EARLY = ON_CARD and torch.cuda.get_device_capability()[0] >= 9
 
 
 @triton.jit
-def _attend_to(q, top, total, acc, keys, values, first, last, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _attend_to(
+    q, top, total, acc, keys, values, first, last, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Online softmax (FlashAttention) of the queries of one key head over keys `first` to `last` that lie one after another."""
     column = tl.arange(0, WIDTH)
     for start in range(first, last, BLOCK):
@@ -44,7 +50,10 @@ def _attend_to(q, top, total, acc, keys, values, first, last, D: tl.constexpr, W
 @triton.jit
 def _rotated(ptr, at, partner, cos, sin, real):
     """Rotary position embedding: each number with its partner, half a head away."""
-    return tl.load(ptr + at, mask=real, other=0.0).to(tl.float32) * cos + tl.load(ptr + partner, mask=real, other=0.0).to(tl.float32) * sin
+    return (
+        tl.load(ptr + at, mask=real, other=0.0).to(tl.float32) * cos
+        + tl.load(ptr + partner, mask=real, other=0.0).to(tl.float32) * sin
+    )
 
 
 @triton.jit
@@ -73,7 +82,12 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
         return
     kind = own_k.dtype.element_ty
     q_row = row * q_stride + head * HEADS * D + query[:, None] * D
-    q = (_rotated(q_ptr, q_row + column[None, :], q_row + partner[None, :], cos[None, :], sin[None, :], real).to(kind).to(tl.float32) * scale).to(kind)
+    q = (
+        _rotated(q_ptr, q_row + column[None, :], q_row + partner[None, :], cos[None, :], sin[None, :], real)
+        .to(kind)
+        .to(tl.float32)
+        * scale
+    ).to(kind)
     top = tl.full((QUERIES,), -1e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, WIDTH), tl.float32)
@@ -88,8 +102,32 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
         acc += v.to(tl.float32)[None, :]
     share = tl.cdiv(tl.cdiv(seen + own, PARTS), BLOCK) * BLOCK
     first, last = part * share, tl.minimum((part + 1) * share, seen + own)
-    top, total, acc = _attend_to(q, top, total, acc, prompt_k + prompt_base, prompt_v + prompt_base, first, tl.minimum(last, seen), D, WIDTH, BLOCK)
-    top, total, acc = _attend_to(q, top, total, acc, own_k + own_base, own_v + own_base, tl.maximum(first, seen) - seen, last - seen, D, WIDTH, BLOCK)
+    top, total, acc = _attend_to(
+        q,
+        top,
+        total,
+        acc,
+        prompt_k + prompt_base,
+        prompt_v + prompt_base,
+        first,
+        tl.minimum(last, seen),
+        D,
+        WIDTH,
+        BLOCK,
+    )
+    top, total, acc = _attend_to(
+        q,
+        top,
+        total,
+        acc,
+        own_k + own_base,
+        own_v + own_base,
+        tl.maximum(first, seen) - seen,
+        last - seen,
+        D,
+        WIDTH,
+        BLOCK,
+    )
     if PARTS > 1:  # the last part to finish joins them, always in the same order
         unit = row * K + head
         tl.store(part_sum + (unit * PARTS + part) * 2 * QUERIES + query, top)
@@ -105,8 +143,13 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
         acc = tl.zeros((QUERIES, WIDTH), tl.float32)
         for other in range(PARTS):
             its_top = tl.load(part_sum + (unit * PARTS + other) * 2 * QUERIES + query, cache_modifier=".cg")
-            its_total = tl.load(part_sum + ((unit * PARTS + other) * 2 + 1) * QUERIES + query, cache_modifier=".cg")
-            its_acc = tl.load(part_acc + ((unit * PARTS + other) * QUERIES + query[:, None]) * WIDTH + column[None, :], cache_modifier=".cg")
+            its_total = tl.load(
+                part_sum + ((unit * PARTS + other) * 2 + 1) * QUERIES + query, cache_modifier=".cg"
+            )
+            its_acc = tl.load(
+                part_acc + ((unit * PARTS + other) * QUERIES + query[:, None]) * WIDTH + column[None, :],
+                cache_modifier=".cg",
+            )
             higher = tl.maximum(top, its_top)
             mine, its = tl.exp2(top - higher), tl.exp2(its_top - higher)
             acc = acc * mine[:, None] + its_acc * its[:, None]
@@ -115,7 +158,9 @@ def _decode_attention(q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, cos_ptr
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, parts=None):
+def decode_attention(
+    q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own_len, done, counter, scale, parts=None
+):
     """One new token a row over its prompt and what it has said: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
 
     prompt (2, S, K, P, D) and own (2, R, K, T, D) are read at slot (n,) and home (n,), as far as prompt_len and own_len say; cos and sin are rotary
@@ -140,7 +185,9 @@ def decode_attention(q, k, v, cos, sin, prompt, own, slot, home, prompt_len, own
 
 @triton.jit
 def _rows_of(ptr, row, column, n, E):
-    return tl.load(ptr + row[:, None] * E + column[None, :], mask=(row[:, None] < n) & (column[None, :] < E), other=0.0)
+    return tl.load(
+        ptr + row[:, None] * E + column[None, :], mask=(row[:, None] < n) & (column[None, :] < E), other=0.0
+    )
 
 
 @triton.jit(do_not_specialize=["n", "tiles_of_squares"])
@@ -155,7 +202,11 @@ def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, n
     share = tl.cdiv(tl.cdiv(E, PARTS), SPAN) * SPAN
     if AT_ONCE:  # the weight depends on nothing: it is on its way before the kernel ahead has ended
         k = tl.arange(0, SPAN)
-        weight = tl.load(weight_ptr + column[:, None] * E + k[None, :], mask=(column[:, None] < F) & (k[None, :] < E), other=0.0)
+        weight = tl.load(
+            weight_ptr + column[:, None] * E + k[None, :],
+            mask=(column[:, None] < F) & (k[None, :] < E),
+            other=0.0,
+        )
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -166,9 +217,16 @@ def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, n
             k = start + tl.arange(0, SPAN)
             a = _rows_of(a_ptr, row, k, n, E)
             at, there = column[:, None] * E + k[None, :], (column[:, None] < F) & (k[None, :] < E)
-            product = tl.dot(a, tl.trans(tl.load(weight_ptr + at, mask=there, other=0.0)), product, input_precision="ieee")
+            product = tl.dot(
+                a, tl.trans(tl.load(weight_ptr + at, mask=there, other=0.0)), product, input_precision="ieee"
+            )
             if GATED:
-                other = tl.dot(a, tl.trans(tl.load(weight_ptr + F * E + at, mask=there, other=0.0)), other, input_precision="ieee")
+                other = tl.dot(
+                    a,
+                    tl.trans(tl.load(weight_ptr + F * E + at, mask=there, other=0.0)),
+                    other,
+                    input_precision="ieee",
+                )
     if PARTS > 1:  # the last part to finish adds them up, always in the same order
         unit = block * tl.num_programs(0) + tile
         inner = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -180,10 +238,16 @@ def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, n
         tl.debug_barrier()
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
         for which in range(PARTS):
-            product += tl.load(part_ptr + (unit * PARTS + which) * ROWS * COLUMNS + inner, cache_modifier=".cg")
+            product += tl.load(
+                part_ptr + (unit * PARTS + which) * ROWS * COLUMNS + inner, cache_modifier=".cg"
+            )
     if NORMED:
         which = tl.arange(0, SQUARES)[None, :]
-        squares = tl.load(squares_ptr + row[:, None] * tiles_of_squares + which, mask=(row[:, None] < n) & (which < tiles_of_squares), other=0.0)
+        squares = tl.load(
+            squares_ptr + row[:, None] * tiles_of_squares + which,
+            mask=(row[:, None] < n) & (which < tiles_of_squares),
+            other=0.0,
+        )
         size = tl.rsqrt(tl.sum(squares, 1) / E + eps)[:, None]
         product, other = product * size, other * size
     if BIAS:
@@ -194,10 +258,16 @@ def _linear(a_ptr, weight_ptr, bias_ptr, squares_ptr, tiles_of_squares, x_ptr, n
         product = product * tl.sigmoid(product) * other
     at, there = row[:, None] * F + column[None, :], (row[:, None] < n) & (column[None, :] < F)
     if RESIDUAL:
-        total = (tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32) + product.to(kind).to(tl.float32)).to(kind)
+        total = (
+            tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32) + product.to(kind).to(tl.float32)
+        ).to(kind)
         tl.store(out_ptr + at, total, mask=there)
         wide = total.to(tl.float32)
-        tl.store(scaled_ptr + at, (wide * tl.load(norm_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]).to(kind), mask=there)
+        tl.store(
+            scaled_ptr + at,
+            (wide * tl.load(norm_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]).to(kind),
+            mask=there,
+        )
         tl.store(new_squares_ptr + row * tl.num_programs(0) + tile, tl.sum(wide * wide, 1), mask=row < n)
     else:
         tl.store(out_ptr + at, product.to(kind), mask=there)
@@ -224,7 +294,9 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
     F = weight.shape[0] // (2 if gated else 1)
     rows = 16 if n <= 16 else 32 if n <= 32 else 64
     at_once = rows <= 32 and E <= 1024 and not gated
-    columns, span, stages = (32 if rows == 16 else 64, 64, 5) if gated else (16, triton.next_power_of_2(E) if at_once else 128, 4)  # by trial on an H100
+    columns, span, stages = (
+        (32 if rows == 16 else 64, 64, 5) if gated else (16, triton.next_power_of_2(E) if at_once else 128, 4)
+    )  # by trial on an H100
     tiles, blocks = triton.cdiv(F, columns), triton.cdiv(n, rows)
     parts = 1 if gated or at_once else parts or max(1, min(4, E // (2 * span)))
     out = torch.empty(n, F, dtype=a.dtype, device=a.device)
@@ -256,9 +328,15 @@ def _group_products(logits, stride, top, real, place, thinking, rows, out_ptr, W
         for start in range(part * SPAN, tl.minimum((part + 1) * SPAN, W), BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = tl.load(real + column) != 0
-            value = tl.load(logits + row.to(tl.int64)[:, None] * stride + column[None, :], mask=counts[:, None] & inside[None, :], other=float("-inf"))
+            value = tl.load(
+                logits + row.to(tl.int64)[:, None] * stride + column[None, :],
+                mask=counts[:, None] & inside[None, :],
+                other=float("-inf"),
+            )
             p = tl.exp(value.to(tl.float32) - highest[:, None])
-            high = p.to(tl.bfloat16)  # a float32 product on the bf16 units: high parts, and what they leave over
+            high = p.to(
+                tl.bfloat16
+            )  # a float32 product on the bf16 units: high parts, and what they leave over
             low = (p - high.to(tl.float32)).to(tl.bfloat16)
             sums += tl.dot(high, tl.trans(high)) + tl.dot(high, tl.trans(low)) + tl.dot(low, tl.trans(high))
     at = ((tile * tl.num_programs(1) + part) * PATHS + lane[:, None]) * PATHS + lane[None, :]
@@ -300,7 +378,11 @@ def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns
         sums = tl.zeros((SLOTS, SLOTS), tl.float32)
         for part in range(0, PARTS, 32):
             which = part + tl.arange(0, 32)[:, None, None]
-            at = ((tile * PARTS + which) * PATHS + first + path[None, :, :]) * PATHS + first + other[None, :, :]
+            at = (
+                ((tile * PARTS + which) * PATHS + first + path[None, :, :]) * PATHS
+                + first
+                + other[None, :, :]
+            )
             sums += tl.sum(tl.load(parts_ptr + at), 0)
         size = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 1), 1e-24))
         across = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 0), 1e-24))
@@ -310,7 +392,11 @@ def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns
         scores = tl.where(allowed, sums * size[:, None] * across[None, :] / temperature, -1e30)
         weights = tl.where(allowed, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
         weights = weights / tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
-        tl.store(mix + ((group * T + tl.max(tl.where(thinks, said, 0))) * G + path) * G + other, weights, mask=(path < G) & (other < G))
+        tl.store(
+            mix + ((group * T + tl.max(tl.where(thinks, said, 0))) * G + path) * G + other,
+            weights,
+            mask=(path < G) & (other < G),
+        )
         inside = here & (e < E)
         own = tl.load(inputs + row * E + e, mask=inside, other=0.0)
         heard = (1 - lam) * own.to(tl.float32)
@@ -330,7 +416,7 @@ def _mix(parts_ptr, place, thinking, t, inputs, mix, input_change, n, T, columns
 
 
 def mix(inputs, products, thinking, place, t, mix, input_change, temperature, lambda_blend):
-    """`mix_step` of generation.py in one kernel, a group a program: inputs (n, E) are changed in place, mix (B, T, G, G) and input_change recorded.
+    """`mix_step` of step.py in one kernel, a group a program: inputs (n, E) are changed in place, mix (B, T, G, G) and input_change recorded.
 
     products: what `group_products` gave.
     """
@@ -349,10 +435,14 @@ def _scores(logits, real, id, there, temperature):
 
 
 @triton.jit
-def _block_sums(logits, stride, real, temperature, top_ptr, mass_ptr, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def _block_sums(
+    logits, stride, real, temperature, top_ptr, mass_ptr, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
     row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     id = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    score = _scores(logits + row.to(tl.int64) * stride, real, id, block[:, None] < blocks, tl.load(temperature))
+    score = _scores(
+        logits + row.to(tl.int64) * stride, real, id, block[:, None] < blocks, tl.load(temperature)
+    )
     top = tl.max(score, 1)
     tl.store(top_ptr + row * blocks + block, top, mask=block < blocks)
     tl.store(mass_ptr + row * blocks + block, tl.sum(tl.exp(score - top[:, None]), 1), mask=block < blocks)
@@ -365,7 +455,10 @@ def _first_beyond(weights, index, fraction):
     target = fraction * tl.max(ends, 0)
     last = tl.max(tl.where(weights > 0, index, 0), 0)
     place = tl.min(tl.where((ends > target) & (weights > 0), index, last), 0)
-    here, end = tl.sum(tl.where(index == place, weights, 0.0), 0), tl.sum(tl.where(index == place, ends, 0.0), 0)
+    here, end = (
+        tl.sum(tl.where(index == place, weights, 0.0), 0),
+        tl.sum(tl.where(index == place, ends, 0.0), 0),
+    )
     return place, tl.minimum(tl.maximum((target - (end - here)) / here, 0.0), 1.0)
 
 
@@ -377,9 +470,14 @@ def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms
     temperature, t, done = tl.load(temperature_ptr), tl.load(t_ptr + row), tl.load(done_ptr + row) != 0
     block_tops = tl.load(block_top + row * blocks + index, mask=index < blocks, other=-1e30)
     top = tl.max(block_tops, 0)
-    mass = tl.load(block_mass + row * blocks + index, mask=index < blocks, other=0.0) * tl.exp(block_tops - top)
+    mass = tl.load(block_mass + row * blocks + index, mask=index < blocks, other=0.0) * tl.exp(
+        block_tops - top
+    )
     if GREEDY:
-        which, rest = tl.minimum(tl.min(tl.where(block_tops == top, index, WIDTH - 1), 0), blocks - 1), 0.0  # nowhere, where all is NaN
+        which, rest = (
+            tl.minimum(tl.min(tl.where(block_tops == top, index, WIDTH - 1), 0), blocks - 1),
+            0.0,
+        )  # nowhere, where all is NaN
     else:
         which, rest = _first_beyond(mass, index, tl.load(uniforms + row * columns + t))
     id = which * BLOCK + inner
@@ -390,7 +488,9 @@ def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms
     else:
         place, rest = _first_beyond(tl.exp(score - inside_top), inner, rest)
     token = tl.where(done, pad_id, tl.minimum(which * BLOCK + place, V - 1)).to(tl.int64)
-    logp = tl.where(done, 0.0, tl.sum(tl.where(inner == place, score, 0.0), 0) - top - tl.log(tl.sum(mass, 0)))
+    logp = tl.where(
+        done, 0.0, tl.sum(tl.where(inner == place, score, 0.0), 0) - top - tl.log(tl.sum(mass, 0))
+    )
     state = tl.load(next_state + tl.load(state_ptr + row) * V + token)
     eos = (tl.load(is_eos + token) != 0) & (done == 0)
     thinking = (done == 0) & (eos == 0) & (state < states - 1)
@@ -409,13 +509,28 @@ def _pick(logits, stride, real, temperature_ptr, block_top, block_mass, uniforms
 
 
 def sample(rows, tables, temperature, limit, greedy):
-    """`sample_step` of generation.py in two kernels: one pass over the logits, then a program a row."""
+    """`sample_step` of step.py in two kernels: one pass over the logits, then a program a row."""
     (next_state, is_eos, real, pad_id), block = tables, LOGIT_BLOCK
     n, blocks = len(rows.logits), rows.logits.shape[1] // block
     block_top, block_mass = torch.empty(2, n, blocks, device=real.device)
-    tokens, thinking, top = torch.empty_like(rows.t), torch.empty_like(rows.done), torch.empty(n, device=real.device)
+    tokens, thinking, top = (
+        torch.empty_like(rows.t),
+        torch.empty_like(rows.done),
+        torch.empty(n, device=real.device),
+    )
     stride = rows.logits.stride(0)
-    _block_sums[(n, triton.cdiv(blocks, 16))](rows.logits, stride, real, temperature, block_top, block_mass, blocks, BLOCKS=16, BLOCK=block, num_warps=4)
+    _block_sums[(n, triton.cdiv(blocks, 16))](
+        rows.logits,
+        stride,
+        real,
+        temperature,
+        block_top,
+        block_mass,
+        blocks,
+        BLOCKS=16,
+        BLOCK=block,
+        num_warps=4,
+    )
     _pick[(n,)](
         rows.logits, stride, real, temperature, block_top, block_mass, rows.uniforms, next_state, is_eos, limit, rows.ids, rows.logp, rows.thinking, rows.t,
         rows.state, rows.ended, rows.done, tokens, thinking, top, blocks, rows.ids.shape[1], len(next_state), next_state.shape[1], pad_id, GREEDY=greedy,

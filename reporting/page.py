@@ -1,11 +1,10 @@
 """The page of a run, report.html: summary, curves, rollouts side by side with who listened to whom, and what changed between evaluations.
 
-python report.py RUN [RUN ...]
+python -m reporting RUN [RUN ...]
 
-One file that loads nothing from elsewhere. Its template, report_template.html, holds the layout and the script; here are the numbers.
+One file that loads nothing from elsewhere. Its template, page_template.html, holds the layout and the script; here are the numbers.
 """
 
-import argparse
 import base64
 import contextlib
 import hashlib
@@ -17,13 +16,30 @@ from statistics import fmean
 
 from scipy import stats
 
-from compare import mid_p
-from config import read_yaml, write_whole
-from plots import check_run, read_metrics
+from reporting.files import read_metrics, read_yaml, write_whole
+from reporting.statistics import mid_p
 
 MOST_ROLLOUTS, MOST_BYTES = 2000, 10**8  # of rollouts.jsonl in one page: it opens in a second or two
-TEMPLATE = Path(__file__).with_name("report_template.html")
-KEPT = ("generation", "reward", "rewards", "advantage", "right", "extracted", "length", "stop_condition", "think_end", "mix", "alone")  # of a completion
+
+
+TEMPLATE = Path(__file__).with_name("page_template.html")
+
+
+KEPT = (
+    "generation",
+    "reward",
+    "rewards",
+    "advantage",
+    "right",
+    "extracted",
+    "length",
+    "stop_condition",
+    "think_end",
+    "mix",
+    "alone",
+)  # of a completion
+
+
 SHOWN = ("model", "dataset", "answer_format", "batch_size", "num_generations", "max_completion_length", "learning_rate", "beta", "m3po_lambda",
          "m3po_temperature", "m3po_similarity", "seed")  # fmt: skip
 
@@ -65,7 +81,9 @@ def read_groups(path, size=0, most=MOST_ROLLOUTS, most_bytes=MOST_BYTES):
     room = max(1, min(most // paths, most_bytes // length))
     kept = evenly(groups[True], room)
     kept = sorted(kept + evenly(groups[False], room - len(kept)))
-    return [group_of(lines_at(path, place, count)) for place, count, _ in kept], sum(map(len, groups.values()))
+    return [group_of(lines_at(path, place, count)) for place, count, _ in kept], sum(
+        map(len, groups.values())
+    )
 
 
 def lines_at(path, place, count):
@@ -87,12 +105,21 @@ def group_of(records):
     for record in records:
         path = {key: record[key] for key in KEPT if key in record}
         path |= (
-            {"pieces": record["pieces"], "logps": [v if v is None else round(100 * v) for v in record["logps"]]}
+            {
+                "pieces": record["pieces"],
+                "logps": [v if v is None else round(100 * v) for v in record["logps"]],
+            }
             if "pieces" in record
             else {"text": record["completion"]}
         )
         paths.append(path)
-    shared = {"step": first["step"], "id": first["example_id"], "question": first.get("question"), "answer": first["answer"], "prompt": first["prompt"]}
+    shared = {
+        "step": first["step"],
+        "id": first["example_id"],
+        "question": first.get("question"),
+        "answer": first["answer"],
+        "prompt": first["prompt"],
+    }
     return shared | {"paths": paths}
 
 
@@ -103,9 +130,14 @@ def read_evaluations(path):
         if row["step"] in steps:
             shared = {"id": row["example_id"], "question": row["question"], "answer": row["answer"]}
             question = questions.setdefault(
-                (row["example_id"], row["question"]), shared | {name: [None] * len(steps) for name in ("right", "extracted", "texts")}
+                (row["example_id"], row["question"]),
+                shared | {name: [None] * len(steps) for name in ("right", "extracted", "texts")},
             )
-            for name, value in (("right", row["right"]), ("extracted", row.get("extracted")), ("texts", row["completion"])):
+            for name, value in (
+                ("right", row["right"]),
+                ("extracted", row.get("extracted")),
+                ("texts", row["completion"]),
+            ):
                 question[name][steps.index(row["step"])] = value
     return {"steps": steps, "questions": list(questions.values())}
 
@@ -116,21 +148,39 @@ def summary(lines, evaluations):
         return []
     last, tenth = lines[-1], max(1, len(lines) // 10)
     pairs = [("steps", str(last["step"])), ("training", f"{last['train_seconds'] / 60:.1f} min")]
-    accuracies = [(line["step"], line["eval_accuracy"], line["eval_questions"]) for line in lines if "eval_accuracy" in line]
+    accuracies = [
+        (line["step"], line["eval_accuracy"], line["eval_questions"])
+        for line in lines
+        if "eval_accuracy" in line
+    ]
     if accuracies:
         step, accuracy, questions = accuracies[-1]
         interval = stats.binomtest(round(accuracy * questions), questions).proportion_ci(method="wilson")
         before = f"{lines[0]['eval_accuracy_before']:.3f} → " if "eval_accuracy_before" in lines[0] else ""
-        pairs.append(("held-out accuracy", f"{before}{accuracy:.3f} ({interval.low:.3f}–{interval.high:.3f}) of {questions}, after step {step}"))
+        pairs.append(
+            (
+                "held-out accuracy",
+                f"{before}{accuracy:.3f} ({interval.low:.3f}–{interval.high:.3f}) of {questions}, after step {step}",
+            )
+        )
         best = max(accuracies, key=lambda found: found[1])
         if best[0] != step:
             pairs.append(("best", f"{best[1]:.3f} after step {best[0]}"))
-    both = [(q["right"][0], q["right"][-1]) for q in evaluations["questions"] if len(q["right"]) > 1 and None not in (q["right"][0], q["right"][-1])]
+    both = [
+        (q["right"][0], q["right"][-1])
+        for q in evaluations["questions"]
+        if len(q["right"]) > 1 and None not in (q["right"][0], q["right"][-1])
+    ]
     if both:
         gained, lost = both.count((False, True)), both.count((True, False))
         p = mid_p(gained, lost)
         verdict = "no sure change" if p > 0.05 else "better" if gained > lost else "worse"
-        pairs.append(("first → last evaluation, paired", f"{gained} questions gained, {lost} lost: p = {p:.2g}, {verdict}"))
+        pairs.append(
+            (
+                "first → last evaluation, paired",
+                f"{gained} questions gained, {lost} lost: p = {p:.2g}, {verdict}",
+            )
+        )
     for name, label in (("reward", "reward"), ("correct", "right"), ("completion_length", "length"), ("truncated", "cut off"), ("kl", "KL"),
                         ("perplexity", "perplexity"), ("frac_reward_zero_std", "groups without a signal"),
                         ("input_change", "inputs moved by listening")):  # fmt: skip
@@ -144,7 +194,10 @@ def summary(lines, evaluations):
 def page(folder):
     """The page as text."""
     folder = Path(folder)
-    lines, settings = read_metrics(folder), read_yaml(folder / "run_config.yaml") if (folder / "run_config.yaml").exists() else {}
+    lines, settings = (
+        read_metrics(folder),
+        read_yaml(folder / "run_config.yaml") if (folder / "run_config.yaml").exists() else {},
+    )
     curves, name = folder / "curves.svg", folder.resolve().name
     evaluations = read_evaluations(folder / "evaluations.jsonl")
     groups, total = read_groups(folder / "rollouts.jsonl", settings.get("num_generations", 0))
@@ -153,15 +206,20 @@ def page(folder):
         "groups": groups, "total": total, "evaluations": evaluations,
     }  # fmt: skip
     picture = (
-        curves.exists() and f'<img alt="Curves of the run over its steps" src="data:image/svg+xml;base64,{base64.b64encode(curves.read_bytes()).decode()}">'
+        curves.exists()
+        and f'<img alt="Curves of the run over its steps" src="data:image/svg+xml;base64,{base64.b64encode(curves.read_bytes()).decode()}">'
     )
     text = TEMPLATE.read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
     filled = {
-        "HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # the only script that the page's own policy lets run
+        "HASH": base64.b64encode(
+            hashlib.sha256(script.encode()).digest()
+        ).decode(),  # the only script that the page's own policy lets run
         "TITLE": html.escape(name),
         "CURVES": picture or "<p>Curves come with the tenth step.</p>",
-        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no text of a model can end the block
+        "DATA": json.dumps(data, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        ),  # no text of a model can end the block
     }
     return re.sub(r"\{\{(HASH|TITLE|CURVES|DATA)\}\}", lambda match: filled[match[1]], text)
 
@@ -171,15 +229,3 @@ def write_report(folder):
     path = Path(folder) / "report.html"
     write_whole(path, page(folder))
     return path
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="folders that grpo_train.py or sft_train.py wrote")
-    for run in parser.parse_args().runs:
-        check_run(parser, run)
-        print(write_report(run))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,5 @@
-"""Curves of runs: curves.svg and curves.png from metrics.jsonl, redrawn while a run goes; several runs in one figure. Pictures of evaluations.
+"""Curves of runs and pictures of evaluations, as SVG and PNG."""
 
-python plots.py RUN [RUN ...] [--out FOLDER]
-"""
-
-import argparse
-import json
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,25 +7,10 @@ from pathlib import Path
 from scipy import stats
 
 COLOURS = ("#1f6fb4", "#e0812b", "#3a9250", "#b4453f", "#7a5ca8", "#5b5b5b", "#b08a1e", "#2aa1a1")
+
+
 STYLE = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.color": "#e6e6e6", "axes.axisbelow": True}  # fmt: skip
-
-
-def check_run(parser, folder):
-    """End with a line on a folder that is no run's."""
-    if not (Path(folder) / "metrics.jsonl").exists():
-        parser.error(f"{folder} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote")
-
-
-def read_metrics(folder):
-    """The lines of a run's metrics.jsonl; half a line at the end, which is being written, is left out."""
-    lines = []
-    for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
 
 
 def series(lines, name):
@@ -41,7 +21,10 @@ def series(lines, name):
 
 def smooth(values, width):
     """Mean over the last `width` values."""
-    return [sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+    return [
+        sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def _line(axis, lines, name, colour, label=None, dashed=False):
@@ -51,7 +34,15 @@ def _line(axis, lines, name, colour, label=None, dashed=False):
     width = max(1, len(steps) // 25)
     if width > 1:
         axis.plot(steps, values, color=colour, lw=0.6, alpha=0.25)
-    axis.plot(steps, smooth(values, width), color=colour, lw=1.4, ls="--" if dashed else "-", label=label, marker="" if len(steps) > 1 else "o")
+    axis.plot(
+        steps,
+        smooth(values, width),
+        color=colour,
+        lw=1.4,
+        ls="--" if dashed else "-",
+        label=label,
+        marker="" if len(steps) > 1 else "o",
+    )
 
 
 def _rewards(axis, lines, colour, label, alone):
@@ -64,15 +55,26 @@ def _rewards(axis, lines, colour, label, alone):
 
 def _held_out(axis, lines, colour, label, alone):
     steps, values = series(lines, "eval_accuracy")
-    counts = [line.get("eval_questions", 0) for line in lines if isinstance(line.get("eval_accuracy"), int | float)]
+    counts = [
+        line.get("eval_questions", 0) for line in lines if isinstance(line.get("eval_accuracy"), int | float)
+    ]
     if lines and "eval_accuracy_before" in lines[0]:
-        steps, values, counts = [0, *steps], [lines[0]["eval_accuracy_before"], *values], [*counts[:1], *counts]
+        steps, values, counts = (
+            [0, *steps],
+            [lines[0]["eval_accuracy_before"], *values],
+            [*counts[:1], *counts],
+        )
     if not steps:
         return
     axis.plot(steps, values, color=colour, lw=1.4, marker="o", ms=3, label=None if alone else label)
     if all(counts):
-        bounds = [stats.binomtest(round(v * n), n).proportion_ci(method="wilson") for v, n in zip(values, counts, strict=True)]
-        axis.fill_between(steps, [b.low for b in bounds], [b.high for b in bounds], color=colour, alpha=0.15, lw=0)
+        bounds = [
+            stats.binomtest(round(v * n), n).proportion_ci(method="wilson")
+            for v, n in zip(values, counts, strict=True)
+        ]
+        axis.fill_between(
+            steps, [b.low for b in bounds], [b.high for b in bounds], color=colour, alpha=0.15, lw=0
+        )
     axis.set_ylim(0, 1)
 
 
@@ -85,14 +87,29 @@ def _length(axis, lines, colour, label, alone):
 
 def _seconds(axis, lines, colour, label, alone):
     if alone:
-        for (name, word), own in zip((("rollout_seconds", "rollout"), ("reward_seconds", "rewards"), ("update_seconds", "update")), COLOURS, strict=False):
+        for (name, word), own in zip(
+            (("rollout_seconds", "rollout"), ("reward_seconds", "rewards"), ("update_seconds", "update")),
+            COLOURS,
+            strict=False,
+        ):
             _line(axis, lines, name, own, word)
     else:
-        _line(axis, [{**line, "s": sum(line.get(f"{k}_seconds", 0) for k in ("rollout", "reward", "update"))} for line in lines], "s", colour, label)
+        _line(
+            axis,
+            [
+                {**line, "s": sum(line.get(f"{k}_seconds", 0) for k in ("rollout", "reward", "update"))}
+                for line in lines
+            ],
+            "s",
+            colour,
+            label,
+        )
 
 
 def _single(name):
-    return lambda axis, lines, colour, label, alone: _line(axis, lines, name, colour, None if alone else label)
+    return lambda axis, lines, colour, label, alone: _line(
+        axis, lines, name, colour, None if alone else label
+    )
 
 
 PANELS = {
@@ -106,7 +123,11 @@ PANELS = {
 
 def draw(runs, folder):
     """Write curves.svg and curves.png into `folder`: runs {name: lines of metrics.jsonl}. Panels of metrics that no run has are left out."""
-    shown = {title: panel for title, (needs, panel) in PANELS.items() if any(series(lines, needs)[0] for lines in runs.values())}
+    shown = {
+        title: panel
+        for title, (needs, panel) in PANELS.items()
+        if any(series(lines, needs)[0] for lines in runs.values())
+    }
     if not shown:
         return
     alone, columns = len(runs) == 1, 3
@@ -143,10 +164,9 @@ def or_warn(drawing, *what):
     try:
         drawing(*what)
     except Exception as error:  # fonts, a full disk, a matplotlib of another time
-        warnings.warn(f"no picture: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2)
-
-
-# Evaluations
+        warnings.warn(
+            f"no picture: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2
+        )
 
 
 def _dots(axis, rows, form="{:.3f}", colour=COLOURS[0]):
@@ -154,7 +174,9 @@ def _dots(axis, rows, form="{:.3f}", colour=COLOURS[0]):
     for place, (value, low, high) in ((place, row) for place, row in enumerate(rows.values()) if row):
         axis.plot([low, high], [place, place], color=colour, lw=1.4, solid_capstyle="butt")
         axis.plot([value], [place], color=colour, marker="o", ms=4)
-        axis.annotate(form.format(value), (value, place), (0, 4), textcoords="offset points", ha="center", fontsize=7)
+        axis.annotate(
+            form.format(value), (value, place), (0, 4), textcoords="offset points", ha="center", fontsize=7
+        )
     axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.7)
     axis.grid(visible=False, axis="y")
@@ -168,7 +190,11 @@ def _accuracies(axis, rows):
 def _against_k(axis, report, colour, label):
     """pass@k and maj@k against k, with their intervals."""
     for word, dashes in (("pass", "-"), ("maj", "--")):
-        found = sorted((int(name.partition("@")[2]), value) for name, value in report.items() if name.startswith(f"{word}@"))
+        found = sorted(
+            (int(name.partition("@")[2]), value)
+            for name, value in report.items()
+            if name.startswith(f"{word}@")
+        )
         found = found if word == "pass" else [(1, report["pass@1"]), *found]
         ks, means, lows, highs = zip(*((k, *value) for k, value in found), strict=True)
         axis.plot(ks, means, color=colour, lw=1.4, ls=dashes, marker="o", ms=3, label=f"{word}@k{label}")
@@ -186,7 +212,9 @@ def _what_became(axis, kinds):
         share, cut = len(found) / total, sum(is_cut for _, is_cut in found) / total
         axis.barh(place, share - cut, color=colour, height=0.6)
         axis.barh(place, cut, left=share - cut, color=colour, alpha=0.4, height=0.6)
-        axis.text(share, place, f"  {share:.1%}" + (f" ({cut:.1%} cut off)" if cut else ""), va="center", fontsize=7)
+        axis.text(
+            share, place, f"  {share:.1%}" + (f" ({cut:.1%} cut off)" if cut else ""), va="center", fontsize=7
+        )
     axis.set_yticks(range(len(kinds)), list(kinds), fontsize=8)
     axis.set_ylim(len(kinds) - 0.5, -0.5)
     axis.set_xticks((0, 0.25, 0.5, 0.75, 1))
@@ -196,7 +224,10 @@ def _what_became(axis, kinds):
 
 def _lengths(axis, kinds):
     """How long right and other answers are."""
-    lengths = {"right": [n for n, _ in kinds["right"]], "not right": [n for n, _ in kinds["wrong"] + kinds["no answer"]]}
+    lengths = {
+        "right": [n for n, _ in kinds["right"]],
+        "not right": [n for n, _ in kinds["wrong"] + kinds["no answer"]],
+    }
     drawn = {name: found for name, found in lengths.items() if found}
     axis.hist(list(drawn.values()), bins=30, histtype="step", lw=1.4, color=[COLOURS[2] if name == "right" else COLOURS[1] for name in drawn],
               label=list(drawn), range=(0, max(map(max, drawn.values()))))  # fmt: skip
@@ -209,16 +240,25 @@ def draw_evaluation(report, records, folder):
     """Write curves.svg and curves.png of one evaluation: its report and its records. Panels of what it has not are left out."""
     kinds = {"right": [], "wrong": [], "no answer": []}
     for r in records:
-        columns = (r["exact_match"]["strict-match"], r["filtered_resps"]["strict-match"], r["length"], r["stop_condition"])
+        columns = (
+            r["exact_match"]["strict-match"],
+            r["filtered_resps"]["strict-match"],
+            r["length"],
+            r["stop_condition"],
+        )
         for right, answer, length, stop in zip(*columns, strict=True):
-            kinds["right" if right else "no answer" if answer in (None, "") else "wrong"].append((length, stop == "length"))
+            kinds["right" if right else "no answer" if answer in (None, "") else "wrong"].append(
+                (length, stop == "length")
+            )
     sides = {"": report} | ({", interacting": report["m3po"]} if "m3po" in report else {})
     accuracies = {f"{word}{name}": (side[key], *side[f"{key}_ci95"]) for name, side in sides.items()
                   for word, key in (("in the format", "accuracy"), ("last number", "accuracy_last_number"))}  # fmt: skip
     panels = {"accuracy": lambda axis: _accuracies(axis, accuracies)}
     for key in (key for key in report if key.startswith("accuracy_by_")):
         rows = {f"{name} ({g['questions']})": (g["accuracy"], *g["ci95"]) for name, g in report[key].items()}
-        panels[f"by {key.removeprefix('accuracy_by_')} (questions)"] = lambda axis, rows=rows: _accuracies(axis, rows)
+        panels[f"by {key.removeprefix('accuracy_by_')} (questions)"] = lambda axis, rows=rows: _accuracies(
+            axis, rows
+        )
     if "pass@1" in report:
 
         def samples(axis):
@@ -242,11 +282,19 @@ def draw_evaluation(report, records, folder):
 def draw_comparison(found, folder, name="compare"):
     """Write name.svg and name.png of what compare.compare found: the sides' accuracies, and the paired difference of each from the first."""
     first, sides = found[0], [found[0]["a"], *(f["b"] for f in found)]
-    names = [Path(side.split(",")[0]).name + (f" and {side.count(',')} more" if "," in side else "") for side in sides]
+    names = [
+        Path(side.split(",")[0]).name + (f" and {side.count(',')} more" if "," in side else "")
+        for side in sides
+    ]
     names = names if len(set(names)) == len(names) else sides
-    accuracies = [(first["accuracy_a"], *first["accuracy_a_ci95"]), *((f["accuracy_b"], *f["accuracy_b_ci95"]) for f in found)]
+    accuracies = [
+        (first["accuracy_a"], *first["accuracy_a_ci95"]),
+        *((f["accuracy_b"], *f["accuracy_b_ci95"]) for f in found),
+    ]
     differences = [None, *((f["difference"], *f["difference_ci95"]) for f in found)]
-    with _figure(folder, name, 1, 2, (3.5 + 0.03 * max(map(len, names)), 0.9 + 0.35 * len(names)), sharey=True) as axes:
+    with _figure(
+        folder, name, 1, 2, (3.5 + 0.03 * max(map(len, names)), 0.9 + 0.35 * len(names)), sharey=True
+    ) as axes:
         left, right = axes[0]
         _dots(right, dict(zip(names, differences, strict=True)), "{:+.3f}")
         _accuracies(left, dict(zip(names, accuracies, strict=True)))
@@ -254,22 +302,3 @@ def draw_comparison(found, folder, name="compare"):
         right.set_title("difference from the first, paired", loc="left", fontsize=9)
         right.axvline(0, color=COLOURS[5], lw=0.8, ls="--")
         left.set_xlabel(f"{first['questions']} questions, 95% intervals", fontsize=8)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="folders that grpo_train.py or sft_train.py wrote")
-    parser.add_argument("--out", help="where the figure goes (default: into the first)")
-    args = parser.parse_args()
-    for run in args.runs:
-        check_run(parser, run)
-    names = [Path(run).resolve().name for run in args.runs]
-    names = names if len(set(names)) == len(names) else args.runs
-    out = Path(args.out or args.runs[0])
-    out.mkdir(parents=True, exist_ok=True)
-    draw({name: read_metrics(run) for name, run in zip(names, args.runs, strict=True)}, out)
-    print(f"{out / 'curves.svg'}, {out / 'curves.png'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,26 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from scipy import stats
 
-from config import RunError, resolved, system_prompt
-from data import HUB
-from plots import read_metrics
+from errors import RunError
+from problems.prompts import system_prompt
+from problems.sources import HUB
+from reporting.files import read_metrics
+from running.settings import resolved
 
 UPLOADED = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.jinja", "README.md", "adapter/*",
             "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.py"]  # fmt: skip
-NOT_UPLOADED = ["checkpoint-*/*", "warm_start/*", "trackers/*", "wandb/*", "best/*", ".*"]  # what of these lies in folders
+
+
+NOT_UPLOADED = [
+    "checkpoint-*/*",
+    "warm_start/*",
+    "trackers/*",
+    "wandb/*",
+    "best/*",
+    ".*",
+]  # what of these lies in folders
+
+
 RECIPE = ("answer_format reward_set reward batch_size num_generations max_completion_length temperature learning_rate lr_scheduler_type optimizer "
           "loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha num_epochs seed").split()  # fmt: skip
 
@@ -21,16 +34,26 @@ def model_card(config, folder, held_out):
     lines, settings = read_metrics(folder), resolved(config)
     last = lines[-1]
     name = config.hub_model_id or Path(folder).resolve().name
-    method = ("GRPO with M3PO" if getattr(config, "m3po_lambda", 0) else "GRPO") if hasattr(config, "num_generations") else "supervised fine-tuning"
+    method = (
+        ("GRPO with M3PO" if getattr(config, "m3po_lambda", 0) else "GRPO")
+        if hasattr(config, "num_generations")
+        else "supervised fine-tuning"
+    )
     dataset = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
     base = config.model if "/" in config.model and not Path(config.model).exists() else None
     data = ModelCardData(
         base_model=base, datasets=[dataset] if "/" in dataset and not Path(dataset).exists() else None, library_name="transformers",
         pipeline_tag="text-generation", tags=["grpo", "m3po"] if "M3PO" in method else [method.split()[0].lower()], model_name=name,
     )  # fmt: skip
-    settings["reward"] = [Path(spec).name for spec in settings["reward"]] if settings.get("reward") else None  # no path of a machine goes out
+    settings["reward"] = (
+        [Path(spec).name for spec in settings["reward"]] if settings.get("reward") else None
+    )  # no path of a machine goes out
     dataset = dataset if "/" not in dataset or not Path(dataset).exists() else Path(dataset).name
-    recipe = "\n".join(f"| `{key}` | {settings[key]} |" for key in RECIPE if settings.get(key) is not None and (config.lora_r or not key.startswith("lora")))
+    recipe = "\n".join(
+        f"| `{key}` | {settings[key]} |"
+        for key in RECIPE
+        if settings.get(key) is not None and (config.lora_r or not key.startswith("lora"))
+    )
     text = f"""---
 {data.to_yaml()}
 ---
@@ -65,8 +88,16 @@ Versions: {", ".join(f"{k} {v}" for k, v in settings["versions"].items())}; comm
 
 
 def _results(lines, held_out):
-    found = [(which, line[key]) for line in lines for which, key in (("before", "eval_accuracy_before"), ("after", "eval_accuracy")) if key in line]
-    before, after = (next((v for w, v in order if w == which), None) for which, order in (("before", found), ("after", found[::-1])))
+    found = [
+        (which, line[key])
+        for line in lines
+        for which, key in (("before", "eval_accuracy_before"), ("after", "eval_accuracy"))
+        if key in line
+    ]
+    before, after = (
+        next((v for w, v in order if w == which), None)
+        for which, order in (("before", found), ("after", found[::-1]))
+    )
     if after is None:
         return "No held-out problems were evaluated in the run.\n"
     rows = [(w, v) for w, v in (("before", before), ("after", after)) if v is not None]
@@ -87,4 +118,6 @@ def push(config, folder):
             commit_message=f"After {Path(folder).resolve().name}"
         )  # fmt: skip
     except Exception as error:  # the network, a login, a name: whatever it is, the model is there
-        raise RunError(f"the model is saved in {folder}, but not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+        raise RunError(
+            f"the model is saved in {folder}, but not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        ) from error

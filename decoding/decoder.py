@@ -6,215 +6,21 @@ A rollout is a prefill of the prompts and decode steps; one step is: sample, end
 Nothing in a step waits for the device. On CUDA a step is captured once for each number of rows, and replayed.
 """
 
-import functools
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backbones import FastBackbone, PlainBackbone, send, triton_kernels, why_not
-from m3po_module import blend, cosines, products, weights_from_similarity
-from tokens import IMPOSSIBLE, LOGIT_BLOCK, token_tables
-
-
-@dataclass(frozen=True)
-class Interaction:
-    """How the paths of a group interact while they think; `lambda_blend` 0 is plain GRPO."""
-
-    lambda_blend: float = 0.0
-    temperature: float = 0.1
-    similarity: str = "distribution"
-
-
-@dataclass
-class Rollout:
-    """What was sampled, and all that scoring it again needs."""
-
-    prompt_ids: torch.Tensor  # (B, P) left-padded
-    prompt_mask: torch.Tensor  # (B, P) bool
-    ids: torch.Tensor  # (N, T) pad after a row's end
-    mask: torch.Tensor  # (N, T) bool, up to and including the first EOS
-    logp: torch.Tensor  # (N, T) float32 at the sampling temperature, 0 where masked
-    ended: torch.Tensor  # (N,) bool, False where the limit cut the row off
-    thinking: torch.Tensor  # (N, T) bool, whether the path still thinks after this token
-    num_generations: int
-    temperature: float
-    mix: torch.Tensor | None = None  # (B, T, G, G) float32, who listened to whom in the input of token t
-    lambda_blend: float = 0.0
-    input_change: torch.Tensor | None = None  # (N, T) float32, |h - e| / |e|
-
-    @property
-    def lengths(self):
-        return self.mask.sum(-1)  # (N,)
-
-    @functools.cached_property
-    def sizes(self):
-        """Tokens of each row's prompt and of each row's completion: two lists of N; the host asks the device for them once."""
-        return self.prompt_mask.sum(-1).repeat_interleave(self.num_generations).tolist(), self.lengths.tolist()
-
-    def completions(self):
-        """N pairs (ids up to and including EOS, whether EOS came)."""
-        rows = [row[:length] for row, length in zip(self.ids.tolist(), self.sizes[1], strict=True)]
-        return list(zip(rows, self.ended.tolist(), strict=True))
-
-    def with_groups(self, places, other, pad_id):
-        """This rollout with its groups `places` taken from another, group by group."""
-        P, T = max(self.prompt_ids.shape[1], other.prompt_ids.shape[1]), max(self.ids.shape[1], other.ids.shape[1])
-        G, places = self.num_generations, torch.tensor(places, device=self.ids.device)
-        rows = (places[:, None] * G + torch.arange(G, device=places.device)).flatten()
-        joined = {"ended": self.ended.index_copy(0, rows, other.ended)}
-        for names, width, where in ((("prompt_ids", "prompt_mask"), P, places), (("ids", "mask", "logp", "thinking", "input_change"), T, rows)):
-            for name in names if self.mix is not None else [n for n in names if n != "input_change"]:
-                old, new = (_widened(getattr(r, name), width, where is places, pad_id if name.endswith("ids") else 0) for r in (self, other))
-                joined[name] = old.index_copy(0, where, new)
-        if self.mix is not None:
-            old, new = (F.pad(r.mix, (0, 0, 0, 0, 0, T - r.mix.shape[1])) for r in (self, other))
-            joined["mix"] = old.index_copy(0, places, new)
-        return replace(self, **joined)
-
-
-def _widened(tensor, width, on_the_left, value):
-    gap = width - tensor.shape[1]
-    return F.pad(tensor, (gap, 0) if on_the_left else (0, gap), value=value)
-
-
-# Sampling
-
-
-def rollout_uniforms(seed, step, retry, rows, length):
-    """The draws of one rollout, (rows of all processes, length) in [0, 1): a function of (seed, step, retry) alone, on the CPU (I10)."""
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence((seed, step, retry)).generate_state(1, np.uint64)[0] >> 1))
-    return torch.rand(rows, length, generator=generator)
-
-
-def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block=LOGIT_BLOCK):
-    """Draw a token of softmax(logits / temperature) over the `real` ids: the first whose cumulative probability passes u, never one of probability 0.
-
-    logits (n, W) of any float type; uniforms (n,), or None for the likeliest. Returns tokens (n,), their log-probs (n,),
-    and each row's largest logit (n,) at temperature 1. In two levels, sums of blocks and then inside one block: one pass over the logits.
-    """
-    if logits.shape[-1] % block:
-        logits = F.pad(logits, (0, -logits.shape[-1] % block), value=IMPOSSIBLE)
-    sharpness = temperature
-    if top_k > 0 or top_p < 1:
-        logits, temperature = keep_top(_scores(logits, temperature, real), top_k, top_p), 1.0
-    blocks = _scores(logits, temperature, real).view(logits.shape[0], -1, block)
-    block_top = blocks.amax(-1)
-    top = block_top.amax(-1, keepdim=True)
-    mass = (blocks - block_top[..., None]).exp().sum(-1) * (block_top - top).exp()  # (n, W / block), of the largest probability as 1
-    which, rest = (block_top.argmax(-1, keepdim=True), None) if uniforms is None else _first_beyond(mass, uniforms[:, None])
-    ids = which * block + torch.arange(block, device=logits.device)  # (n, block)
-    inside = _scores(logits.gather(1, ids), temperature, None if real is None else real[ids])
-    place = inside.argmax(-1, keepdim=True) if uniforms is None else _first_beyond((inside - inside.amax(-1, keepdim=True)).exp(), rest)[0]
-    logp = inside.gather(1, place) - top - mass.sum(-1, keepdim=True).log()
-    return ids.gather(1, place).squeeze(1), logp.squeeze(1), (top * sharpness).squeeze(1)
-
-
-def _scores(logits, temperature, real):
-    scores = logits.float() / temperature
-    return scores if real is None else torch.where(real, scores, IMPOSSIBLE)
-
-
-def _first_beyond(weights, fraction):
-    """Index (n, 1) of the first weight whose running sum passes fraction (n, 1) of the whole, and how far into that weight it lies."""
-    ends = weights.cumsum(-1)
-    target = fraction * ends[:, -1:]
-    place = torch.arange(weights.shape[-1], device=weights.device)
-    last = torch.where(weights > 0, place, 0).amax(-1, keepdim=True)  # rounding can carry u * sum to the sum itself
-    # sums made in parallel are not quite monotone: one may pass the target at a weight of 0
-    index = torch.where((ends > target) & (weights > 0), place, last).amin(-1, keepdim=True)
-    here = weights.gather(-1, index)
-    return index, ((target - (ends.gather(-1, index) - here)) / here).clamp(0, 1)
-
-
-def keep_top(logits, top_k, top_p):
-    """Evaluation only: impossible outside the top_k ids (0: all) and outside the smallest set of probability top_p (1: all)."""
-    if top_k > 0:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[..., -1:], IMPOSSIBLE)
-    if top_p < 1:
-        values, order = logits.sort(descending=True)
-        before = values.softmax(-1).cumsum(-1) - values.softmax(-1)
-        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p), IMPOSSIBLE)
-    return logits
-
-
-# One decode step, in tensors that stay where they are
-
-
-class Rows(NamedTuple):
-    """What is known of the R rows; `first(n)` are views. Column t of the first five belongs to completion token t."""
-
-    ids: torch.Tensor  # (R, T + 1)
-    logp: torch.Tensor  # (R, T + 1)
-    thinking: torch.Tensor  # (R, T + 1)
-    input_change: torch.Tensor  # (R, T + 1)
-    uniforms: torch.Tensor  # (R, T + 1)
-    t: torch.Tensor  # (R,) tokens said so far
-    state: torch.Tensor  # (R,) of the automaton that looks for the end of thinking
-    ended: torch.Tensor  # (R,) by EOS
-    done: torch.Tensor  # (R,) by EOS or by the limit, or nobody's row
-    prompt_len: torch.Tensor  # (R,)
-    slot: torch.Tensor  # (R,) of its prompt, which is its group
-    path: torch.Tensor  # (R,) its number within the group
-    home: torch.Tensor  # (R,) where its keys are kept
-    logits: torch.Tensor  # (R, W)
-
-    def first(self, n):
-        return Rows(*(tensor[:n] for tensor in self))
-
-
-class How(NamedTuple):
-    """What a step is specialised on."""
-
-    greedy: bool
-    top_k: int
-    top_p: float
-    interacts: bool
-
-
-def sample_step(rows, tables, temperature, limit, how):
-    """Sample, record, and see which rows think on and which are done. Returns tokens (n,), thinking (n,) and each row's largest logit (n,)."""
-    next_state, is_eos, real, pad_id = tables
-    at, going = rows.t[:, None], ~rows.done
-    uniforms = None if how.greedy else rows.uniforms.gather(1, at).squeeze(1)
-    tokens, logp, top = draw(rows.logits, uniforms, temperature, real, how.top_k, how.top_p)
-    tokens = torch.where(going, tokens, pad_id)
-    state = next_state[rows.state, tokens]
-    eos = going & is_eos[tokens]
-    thinking = going & ~eos & (state < next_state.shape[0] - 1)
-    for column, value in ((rows.ids, tokens), (rows.logp, torch.where(going, logp, 0.0)), (rows.thinking, thinking)):
-        column.scatter_(1, at, value[:, None])
-    rows.state.copy_(state)
-    rows.t.add_(going)
-    rows.ended.logical_or_(eos)
-    rows.done.logical_or_(eos | (rows.t >= limit))
-    return tokens, thinking, top
-
-
-def mix_step(embeds, thinking, products, place, rows, mix, temperature, lambda_blend):
-    """M3PO: the next inputs (n, E), each a blend of its own token's embedding with those of the thinking peers; records who heard whom.
-
-    products (B, G, G) of what the paths are compared by; place (B, G): the row of each path, n where it has none any more.
-    """
-    weights = weights_from_similarity(cosines(products), F.pad(thinking, (0, 1))[place], temperature)
-    inputs = blend(F.pad(embeds, (0, 0, 0, 1))[place], weights, lambda_blend)[rows.slot, rows.path]
-    said, own = (rows.t - 1).clamp(min=0), embeds.float()
-    change = (inputs.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-9)
-    rows.input_change.scatter_(1, said[:, None], change[:, None])
-    mix.index_copy_(1, said.max()[None], weights[:, None])  # whoever still thinks has said the same number of tokens
-    return inputs
-
-
-# The decoder
-
-
-class Interrupted(Exception):
-    """Somebody asked for the end while rows were being decoded; what they have said so far is lost, and nothing else."""
+from decoding.any_model import PlainBackbone, send
+from decoding.fast_model import FastBackbone, kernels, why_not
+from decoding.rollout import Interaction, Rollout, rollout_uniforms
+from decoding.step import How, Rows, _scores, mix_step, sample_step
+from decoding.tokens import token_tables
+from errors import Interrupted
+from m3po_module import products
 
 
 class Lane(NamedTuple):
@@ -233,7 +39,12 @@ class GroupDecoder:
     """
 
     def __init__(self, model, tokenizer, think_end=None, interaction=Interaction(), fast=True, compiled=True):
-        self.model, self.tokenizer, self.interaction, self.device = model, tokenizer, interaction, model.device
+        self.model, self.tokenizer, self.interaction, self.device = (
+            model,
+            tokenizer,
+            interaction,
+            model.device,
+        )
         self.tables = token_tables(tokenizer, model, think_end)
         self.on_cuda, self.fast, self.compiled = model.device.type == "cuda", fast, compiled
         self.check_every = 2 if self.on_cuda else 1  # steps between looks at who is done
@@ -241,15 +52,36 @@ class GroupDecoder:
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, (0,) * 7, {}, 0.0
 
     @torch.no_grad()
-    def rollout(self, prompt_ids, prompt_mask, num_generations=1, max_new_tokens=256, uniforms=None, temperature=1.0, top_k=0, top_p=1.0, interact=True):
+    def rollout(
+        self,
+        prompt_ids,
+        prompt_mask,
+        num_generations=1,
+        max_new_tokens=256,
+        uniforms=None,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        interact=True,
+    ):
         """Sample `num_generations` completions for each of B prompts; uniforms (N, max_new_tokens) or None for greedy decoding.
 
         Softmax over the tokenizer's real ids at `temperature`; nothing of the model's generation_config but its EOS ids is used.
         """
         G, device = num_generations, self.device
         interacts = interact and self.interaction.lambda_blend > 0 and G > 1
-        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu().bool(), strict=True)]
-        out, lengths = self._decode(prompts, G, max_new_tokens, uniforms, temperature, How(uniforms is None, top_k, top_p, interacts), len(prompts) * G)
+        prompts = [
+            ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu().bool(), strict=True)
+        ]
+        out, lengths = self._decode(
+            prompts,
+            G,
+            max_new_tokens,
+            uniforms,
+            temperature,
+            How(uniforms is None, top_k, top_p, interacts),
+            len(prompts) * G,
+        )
         used = max(1, int(lengths.max()))
         ids, logp, thinking, input_change = (out[name][:, :used].contiguous() for name in COLUMNS)
         return Rollout(
@@ -269,10 +101,24 @@ class GroupDecoder:
 
     def text(self, ids, ended):
         """The text of one completion, a list of ids up to its end: without EOS, special tokens or clean-up."""
-        return self.tokenizer.decode(ids[: len(ids) - int(ended)], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids[: len(ids) - int(ended)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     @torch.no_grad()
-    def complete(self, prompts, max_new_tokens, samples=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, batch_rows=None, places=None, keep=None):
+    def complete(
+        self,
+        prompts,
+        max_new_tokens,
+        samples=1,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+        batch_rows=None,
+        places=None,
+        keep=None,
+    ):
         """Decode many prompts (lists of ids), single paths: returns for each prompt `samples` pairs (ids, ended), ids with their EOS.
 
         Temperature 0 is greedy. `batch_rows` rows are decoded at once, and prompts that wait take the place of those that have ended. A sample
@@ -284,11 +130,17 @@ class GroupDecoder:
         places, answers = range(len(prompts)) if places is None else places, [None] * len(prompts)
         uniforms = None
         if temperature > 0:
-            uniforms = rollout_uniforms(seed, 0, 0, (max(places) + 1) * samples, max_new_tokens).view(-1, samples, max_new_tokens)[list(places)].flatten(0, 1)
+            uniforms = (
+                rollout_uniforms(seed, 0, 0, (max(places) + 1) * samples, max_new_tokens)
+                .view(-1, samples, max_new_tokens)[list(places)]
+                .flatten(0, 1)
+            )
 
         def over(which, out, lengths):
             rows = send([i * samples + j for i in which for j in range(samples)], self.device)
-            found = zip(*(column[rows].tolist() for column in (out["ids"], lengths, out["ended"])), strict=True)  # device sync
+            found = zip(
+                *(column[rows].tolist() for column in (out["ids"], lengths, out["ended"])), strict=True
+            )  # device sync
             pairs = [(ids[:length], ended) for ids, length, ended in found]
             for n, i in enumerate(which):
                 answers[i] = pairs[n * samples : (n + 1) * samples]
@@ -296,7 +148,16 @@ class GroupDecoder:
                     keep(places[i], answers[i])
 
         how = How(uniforms is None, top_k, top_p, False)
-        columns = self._decode(prompts, samples, max_new_tokens, uniforms, temperature or 1.0, how, batch_rows, over if keep else None)
+        columns = self._decode(
+            prompts,
+            samples,
+            max_new_tokens,
+            uniforms,
+            temperature or 1.0,
+            how,
+            batch_rows,
+            over if keep else None,
+        )
         if keep is None:
             over(range(len(prompts)), *columns)
         return answers
@@ -310,9 +171,15 @@ class GroupDecoder:
         assert all(prompts), "a prompt must have a token"
         slots = self._prepare(prompts, samples, limit, temperature, how, max_rows)
         total, rows = len(prompts) * samples, self.rows
-        out = {name: getattr(rows, name).new_zeros(total, limit) for name in COLUMNS} | {"ended": rows.ended.new_zeros(total)}
+        out = {name: getattr(rows, name).new_zeros(total, limit) for name in COLUMNS} | {
+            "ended": rows.ended.new_zeros(total)
+        }
         lengths, left = rows.t.new_zeros(total), [samples] * len(prompts)
-        order = range(len(prompts)) if how.interacts else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        order = (
+            range(len(prompts))
+            if how.interacts
+            else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        )
         waiting, lanes, done, asked, step, end = deque(order), [], [], deque(), 0, 0
 
         def collect():
@@ -326,7 +193,9 @@ class GroupDecoder:
             for r, sequence in zip(finished, sequences, strict=True):
                 lanes[r] = None
                 left[sequence // samples] -= 1
-            if over is not None and (which := sorted({s // samples for s in sequences if left[s // samples] == 0})):
+            if over is not None and (
+                which := sorted({s // samples for s in sequences if left[s // samples] == 0})
+            ):
                 over(which, out, lengths)
 
         while waiting or not all(done):
@@ -351,7 +220,9 @@ class GroupDecoder:
                 step += 1
                 self._step(len(done), how, last=step == end)
             asked.append(self._ask(len(done)))
-            while len(asked) > (self.on_cuda and step < end):  # on CUDA one answer late: the device never waits for the host
+            while len(asked) > (
+                self.on_cuda and step < end
+            ):  # on CUDA one answer late: the device never waits for the host
                 done = asked.popleft()()
         collect()
         after = torch.arange(limit, device=self.device) >= lengths[:, None]  # what an earlier call left there
@@ -372,20 +243,34 @@ class GroupDecoder:
     def _admit(self, prompts, samples, waiting, lanes, done, slots, uniforms):
         """Let waiting prompts into rows that are free, as far as there are prompt slots; returns how many."""
         busy = {lane.slot for lane, over in zip(lanes, done, strict=True) if not over}
-        free_slots, free_rows = [s for s in range(slots) if s not in busy], [r for r, over in enumerate(done) if over]
+        free_slots, free_rows = (
+            [s for s in range(slots) if s not in busy],
+            [r for r, over in enumerate(done) if over],
+        )
         count = min(len(waiting), len(free_slots), len(free_rows) // samples)
-        chosen, free_slots, free_rows = [waiting.popleft() for _ in range(count)], free_slots[:count], free_rows[: count * samples]
+        chosen, free_slots, free_rows = (
+            [waiting.popleft() for _ in range(count)],
+            free_slots[:count],
+            free_rows[: count * samples],
+        )
         for k, r in enumerate(free_rows):
-            lanes[r], done[r] = Lane(chosen[k // samples] * samples + k % samples, free_slots[k // samples], k % samples), False
+            lanes[r], done[r] = (
+                Lane(chosen[k // samples] * samples + k % samples, free_slots[k // samples], k % samples),
+                False,
+            )
         if count:
             into, rows = send(free_rows, self.device), self.rows
             for name in ("t", "state", "ended", "done"):
                 getattr(rows, name)[into] = 0
-            rows.prompt_len[into] = send([len(prompts[i]) for i in chosen], self.device).repeat_interleave(samples)
+            rows.prompt_len[into] = send([len(prompts[i]) for i in chosen], self.device).repeat_interleave(
+                samples
+            )
             rows.slot[into] = send([lanes[r].slot for r in free_rows], self.device)
             rows.path[into] = send([lanes[r].path for r in free_rows], self.device)
             if uniforms is not None:
-                rows.uniforms[into, : uniforms.shape[1]] = send(uniforms[[lanes[r].sequence for r in free_rows]].float(), self.device)
+                rows.uniforms[into, : uniforms.shape[1]] = send(
+                    uniforms[[lanes[r].sequence for r in free_rows]].float(), self.device
+                )
             self.backbone.prefill([prompts[i] for i in chosen], free_slots, rows.logits, into, samples)
             self._place(lanes)
         return count
@@ -421,21 +306,44 @@ class GroupDecoder:
         self.backbone.hold()
         longest, total = max(map(len, prompts)), len(prompts) * samples
         batch = min(max_rows or self._default_rows(longest + limit), total) // samples * samples or samples
-        self.batch = batch = min(self._size(batch), total) // samples * samples  # no row that is captured stands empty while prompts wait
+        self.batch = batch = (
+            min(self._size(batch), total) // samples * samples
+        )  # no row that is captured stands empty while prompts wait
         slots = batch // samples * (1 if samples == 1 or batch == total else 2)
-        self.grouped = grouped = how.interacts or not self.captures  # captured steps need the groups' places for the interaction only
+        self.grouped = grouped = (
+            how.interacts or not self.captures
+        )  # captured steps need the groups' places for the interaction only
         groups = (slots, samples) if grouped else (1, 1)
-        needed = (self._size(batch), slots, -(-longest // 64) * 64, limit, *groups, limit if how.interacts else 0)
+        needed = (
+            self._size(batch),
+            slots,
+            -(-longest // 64) * 64,
+            limit,
+            *groups,
+            limit if how.interacts else 0,
+        )
         if any(have < need for have, need in zip(self.reserved, needed, strict=True)):
-            both, ways = tuple(map(max, self.reserved, needed)), ((0, 3), (1, 2))  # rows x completions, slots x prompts
-            wasteful = any(both[a] * both[b] > 2 * max(self.reserved[a] * self.reserved[b], needed[a] * needed[b]) for a, b in ways)
+            both, ways = (
+                tuple(map(max, self.reserved, needed)),
+                ((0, 3), (1, 2)),
+            )  # rows x completions, slots x prompts
+            wasteful = any(
+                both[a] * both[b] > 2 * max(self.reserved[a] * self.reserved[b], needed[a] * needed[b])
+                for a, b in ways
+            )
             self._reserve(needed if wasteful else both)
         self.place, self.mix = self.all_places, self.all_mix
         if not self.captures:
             self.place, self.mix = self.place[:slots, :samples], self.mix[:slots, :, :samples, :samples]
         rows = self.rows
         torch.arange(len(rows.home), out=rows.home)
-        for tensor in (rows.t, rows.slot, rows.path, rows.input_change, self.mix):  # nothing of an earlier call, in nobody's rows too
+        for tensor in (
+            rows.t,
+            rows.slot,
+            rows.path,
+            rows.input_change,
+            self.mix,
+        ):  # nothing of an earlier call, in nobody's rows too
             tensor.zero_()
         rows.done.fill_(True)
         self.temperature.fill_(temperature)
@@ -448,7 +356,9 @@ class GroupDecoder:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             self.setup_seconds += seconds
-            _say(f"decoder: {'compiled and ' if self.compiled else ''}captured for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s")
+            _say(
+                f"decoder: {'compiled and ' if self.compiled else ''}captured for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s"
+            )
         return slots
 
     def _choose_backbone(self):
@@ -467,7 +377,16 @@ class GroupDecoder:
         """Rows to decode at once where nobody says: what half of the free memory holds, 512 at most on CUDA; 32 on the CPU."""
         if not self.captures:
             return 256 if self.on_cuda else 32
-        return max(8, min(512, max(self.reserved[0], int(torch.cuda.mem_get_info(self.device)[0] / 2 / self.backbone.row_bytes(tokens)))))
+        return max(
+            8,
+            min(
+                512,
+                max(
+                    self.reserved[0],
+                    int(torch.cuda.mem_get_info(self.device)[0] / 2 / self.backbone.row_bytes(tokens)),
+                ),
+            ),
+        )
 
     def _reserve(self, sizes):
         """Storage for R rows, S prompt slots, P prompt and T completion tokens, B groups of G that interact for M tokens; the old is let go first."""
@@ -479,9 +398,20 @@ class GroupDecoder:
                      state=torch.long, ended=torch.bool, done=torch.bool, prompt_len=torch.long, slot=torch.long, path=torch.long, home=torch.long,
                      logits=self.backbone.logit_dtype)  # fmt: skip
         widths = dict.fromkeys((*COLUMNS, "uniforms"), (T + 1,)) | {"logits": (W,)}
-        self.rows = Rows(**{name: torch.zeros(R, *widths.get(name, ()), dtype=kind, device=device) for name, kind in kinds.items()})
-        self.all_places, self.all_mix = torch.zeros(B, G, dtype=torch.long, device=device), torch.zeros(B, M, G, G, device=device)
-        self.temperature, self.limit = torch.ones((), device=device), torch.zeros((), dtype=torch.long, device=device)
+        self.rows = Rows(
+            **{
+                name: torch.zeros(R, *widths.get(name, ()), dtype=kind, device=device)
+                for name, kind in kinds.items()
+            }
+        )
+        self.all_places, self.all_mix = (
+            torch.zeros(B, G, dtype=torch.long, device=device),
+            torch.zeros(B, M, G, G, device=device),
+        )
+        self.temperature, self.limit = (
+            torch.ones((), device=device),
+            torch.zeros((), dtype=torch.long, device=device),
+        )
         self.backbone.reserve(R, S, P, T)
         self.reserved = sizes
 
@@ -507,9 +437,12 @@ class GroupDecoder:
             self._run(n, how, last)
 
     def _run(self, n, how, last=False):
-        rows, tables = self.rows.first(n), (self.tables.next_state, self.tables.is_eos, self.tables.real, self.tables.pad_id)
+        rows, tables = (
+            self.rows.first(n),
+            (self.tables.next_state, self.tables.is_eos, self.tables.real, self.tables.pad_id),
+        )
         if self.captures and how.top_k == 0 and how.top_p == 1:
-            tokens, thinking, top = triton_kernels.sample(rows, tables, self.temperature, self.limit, how.greedy)
+            tokens, thinking, top = kernels.sample(rows, tables, self.temperature, self.limit, how.greedy)
         else:
             tokens, thinking, top = sample_step(rows, tables, self.temperature, self.limit, how)
         if last or (not self.on_cuda and bool(rows.done.all())):
@@ -521,10 +454,16 @@ class GroupDecoder:
 
     def _interact(self, embeds, rows, thinking, top):
         """The inputs (n, E) of paths that look at each other."""
-        kind, tau, lam = self.interaction.similarity, self.interaction.temperature, self.interaction.lambda_blend
+        kind, tau, lam = (
+            self.interaction.similarity,
+            self.interaction.temperature,
+            self.interaction.lambda_blend,
+        )
         if self.captures and kind == "distribution":
-            alike = triton_kernels.group_products(rows.logits, top, self.tables.real, self.place, thinking)
-            return triton_kernels.mix(embeds, alike, thinking, self.place, rows.t, self.mix, rows.input_change, tau, lam)
+            alike = kernels.group_products(rows.logits, top, self.tables.real, self.place, thinking)
+            return kernels.mix(
+                embeds, alike, thinking, self.place, rows.t, self.mix, rows.input_change, tau, lam
+            )
         if kind == "distribution":  # a cosine does not see the scale
             alike = self._products((_scores(rows.logits, 1.0, self.tables.real) - top[:, None]).exp())
         else:

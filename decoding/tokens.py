@@ -9,12 +9,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from config import SettingError
+from errors import SettingError
+from problems.arithmetic import ITEMS, LESS, MORE, NAMES
 
 IDS_TO_WAIT = 16  # for the bytes that make a whole text; a character has 4 at the most, but an id may end one and begin the next
+
+
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
-IMPOSSIBLE = -1e30  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
+
+
+IMPOSSIBLE = (
+    -1e30
+)  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
 
 
 def whole_blocks(count):
@@ -49,7 +58,12 @@ def token_pieces(tokenizer, ids):
     Bytes that are no text become � there or soon after. tokenizers' own DecodeStream raises on some of them, and takes quadratic time over many.
     """
     decode = functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    pieces, first, start, before = [], 0, 0, ""  # ids[first:start] are behind us, as `before`; they show how the next ones join to them
+    pieces, first, start, before = (
+        [],
+        0,
+        0,
+        "",
+    )  # ids[first:start] are behind us, as `before`; they show how the next ones join to them
     for end in range(1, len(ids) + 1):
         text = decode(ids[first:end])
         whole = not text.endswith("�") or end - start >= IDS_TO_WAIT or end == len(ids)
@@ -78,7 +92,9 @@ def delimiter_automaton(pieces, delimiter):
     for state in range(final):
         for byte in range(256):
             text = pattern[:state] + bytes([byte])
-            byte_step[state, byte] = next(k for k in range(min(len(text), final), -1, -1) if text.endswith(pattern[:k]))
+            byte_step[state, byte] = next(
+                k for k in range(min(len(text), final), -1, -1) if text.endswith(pattern[:k])
+            )
     byte_step[final] = final
     states = np.repeat(np.arange(final + 1)[:, None], len(pieces), axis=1)
     active, position = [i for i, piece in enumerate(pieces) if piece], 0
@@ -109,9 +125,17 @@ def eos_token_ids(tokenizer, model):
     sources.append(model.generation_config.eos_token_id if model.generation_config is not None else None)
     ids = {i for s in sources if s is not None for i in (s if isinstance(s, list | tuple) else [s])}
     if not ids:
-        raise SettingError("model", name, "neither the tokenizer nor the model's configs name an EOS token: set eos_token in tokenizer_config.json")
+        raise SettingError(
+            "model",
+            name,
+            "neither the tokenizer nor the model's configs name an EOS token: set eos_token in tokenizer_config.json",
+        )
     if wrong := [i for i in ids if type(i) is not int]:
-        raise SettingError("model", name, f"eos_token_id holds {wrong[0]!r} in config.json or generation_config.json, which is no whole number")
+        raise SettingError(
+            "model",
+            name,
+            f"eos_token_id holds {wrong[0]!r} in config.json or generation_config.json, which is no whole number",
+        )
     return sorted(i for i in ids if i >= 0)  # some configs write -1 for none
 
 
@@ -125,7 +149,11 @@ def token_tables(tokenizer, model, think_end=None):
     num_real, device = max(known) + 1, model.device
     eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
     if not eos_ids:
-        raise SettingError("model", model.config.name_or_path, "no EOS id of tokenizer, config or generation config is one that the tokenizer has")
+        raise SettingError(
+            "model",
+            model.config.name_or_path,
+            "no EOS id of tokenizer, config or generation config is one that the tokenizer has",
+        )
     is_eos = torch.zeros(num_real, dtype=torch.bool)
     is_eos[eos_ids] = True
     real = torch.zeros(whole_blocks(table_size), dtype=torch.bool)
@@ -139,5 +167,30 @@ def token_tables(tokenizer, model, think_end=None):
         is_eos=is_eos.to(device),
         missing=None if missing is None else missing.to(device),
         real=real.to(device),
-        next_state=delimiter_automaton(pieces, think_end or "").to(device) if think_end else torch.zeros(2, num_real, dtype=torch.long, device=device),
+        next_state=delimiter_automaton(pieces, think_end or "").to(device)
+        if think_end
+        else torch.zeros(2, num_real, dtype=torch.long, device=device),
     )
+
+
+def arithmetic_tokenizer():
+    """One token a word (with the space before it), tag, digit or sign; decoding gives back the text that was encoded, to the letter.
+
+    Its chat template leaves the system message out: a model of this size learns the format from its warm start.
+    """
+    words = NAMES + ITEMS + MORE + LESS + ("has", "and", "more", "How", "many", "does", "have", "now")
+    special = ["<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>", "<unk>"]
+    tags = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
+    tokens = [*special, *tags, *"\n .?+-=0123456789", *words, *(f" {w}" for w in words), "#"]
+    raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>| ?[A-Za-z]+|\n|."), "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|eos|>", pad_token="<|pad|>", unk_token="<unk>", additional_special_tokens=["<|user|>", "<|assistant|>"],
+        padding_side="left", clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}<|eos|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    return tokenizer

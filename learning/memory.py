@@ -7,13 +7,23 @@ import gc
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from config import RunError
-from processes import largest
+from errors import RunError
+from learning.parallel import largest
 
 MOST_TOKENS = 6144  # that go through a model of FULL_SIZE at once where nobody says: more are a little faster, and take their memory
-FULL_SIZE = 1.5e9  # parameters; a smaller model is done with so many tokens before the next kernels are launched
+
+
+FULL_SIZE = (
+    1.5e9  # parameters; a smaller model is done with so many tokens before the next kernels are launched
+)
+
+
 ENOUGH_TOKENS = 4096  # with fewer than these at once, recomputing activations is the better bargain
-REMEDIES = "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
+
+
+REMEDIES = (
+    "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
+)
 
 
 def row_lengths(rollout):
@@ -53,14 +63,19 @@ class TokenBudget:
     def recompute(self):
         """From now on activations are computed again in the backward (every dropout is 0, so no random state has to be kept)."""
         self.recomputes = True
-        enable = getattr(self.policy, "activation_checkpointing_enable", None) or self.policy.gradient_checkpointing_enable  # its older name
+        enable = (
+            getattr(self.policy, "activation_checkpointing_enable", None)
+            or self.policy.gradient_checkpointing_enable
+        )  # its older name
         enable({"use_reentrant": False, "preserve_rng_state": False})
 
     @property
     def most(self):
         """Tokens at once that are worth their memory: more for a small model, and twice as many where activations are computed again."""
         on_card = next(self.policy.parameters()).device.type == "cuda"
-        smaller = FULL_SIZE / sum(p.numel() for p in self.policy.parameters()) if on_card else 1  # a CPU launches nothing
+        smaller = (
+            FULL_SIZE / sum(p.numel() for p in self.policy.parameters()) if on_card else 1
+        )  # a CPU launches nothing
         return int(MOST_TOKENS * min(max(smaller, 1), 10)) * (1 + self.recomputes)
 
     def state(self):
@@ -84,22 +99,36 @@ class TokenBudget:
             self.recompute()
             fits = self._try(accelerator, scorer, rollout)
         if fits < 1:
-            raise RunError(f"out of memory: nothing is left for the update beside weights, gradients and moments: {REMEDIES}")
+            raise RunError(
+                f"out of memory: nothing is left for the update beside weights, gradients and moments: {REMEDIES}"
+            )
         self.tokens = min(self.most, fits)
         if accelerator.is_main_process:
-            print(f"{self.tokens} tokens at once in the update{', with gradient checkpointing' if self.recomputes else ''}", flush=True)
+            print(
+                f"{self.tokens} tokens at once in the update{', with gradient checkpointing' if self.recomputes else ''}",
+                flush=True,
+            )
 
     def _try(self, accelerator, scorer, rollout):
         """Tokens that fit, the fewest of any process; 0 where one row does not. Activations grow with the tokens, copies of weights do not: two sizes tell."""
-        lengths, fits, trained = row_lengths(rollout), None, [p for p in self.policy.parameters() if p.requires_grad]
-        wanted = ENOUGH_TOKENS if isinstance(scorer, FSDPModule) else self.most  # layers are compiled for what they will see
+        lengths, fits, trained = (
+            row_lengths(rollout),
+            None,
+            [p for p in self.policy.parameters() if p.requires_grad],
+        )
+        wanted = (
+            ENOUGH_TOKENS if isinstance(scorer, FSDPModule) else self.most
+        )  # layers are compiled for what they will see
         while fits is None:
             many = micro_batches(rollout, wanted)[0]
             few = many[: max(1, len(many) * 7 // 10)]
             for p in trained:
                 p.grad = torch.zeros_like(p)  # they are there in the real update too
             try:
-                (fewer, low), (more, high) = ((len(rows) * lengths[rows[0]], self._peak(accelerator, scorer, rollout, rows)) for rows in (few, many))
+                (fewer, low), (more, high) = (
+                    (len(rows) * lengths[rows[0]], self._peak(accelerator, scorer, rollout, rows))
+                    for rows in (few, many)
+                )
                 torch.cuda.empty_cache()
                 free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
                 each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
@@ -157,14 +186,21 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
                 with contextlib.nullcontext() if last or sharded else accelerator.no_sync(scorer):
                     results.append(one_batch(rows, counts))
             if budget.tokens < asked:
-                print(f"{who}out of memory in the update: from {asked} tokens at once to {budget.tokens}, the result is the same", flush=True)
+                print(
+                    f"{who}out of memory in the update: from {asked} tokens at once to {budget.tokens}, the result is the same",
+                    flush=True,
+                )
             return results[: len(batches)]
         except torch.OutOfMemoryError as error:
             if sharded or (last and not alone):  # the other processes wait for this one
-                raise RunError(f"{who}out of memory with {budget.tokens} tokens at once: set --micro_batch_tokens lower, or {REMEDIES}") from error
+                raise RunError(
+                    f"{who}out of memory with {budget.tokens} tokens at once: set --micro_batch_tokens lower, or {REMEDIES}"
+                ) from error
             longest, rows = max(row_lengths(rollout)), max(map(len, batches))
             if rows == 1 and (budget.recomputes or not budget.may_recompute):
-                raise RunError(f"{who}out of memory on one sequence of {longest} tokens: {REMEDIES}") from error
+                raise RunError(
+                    f"{who}out of memory on one sequence of {longest} tokens: {REMEDIES}"
+                ) from error
         scorer.zero_grad(set_to_none=True)
         free_memory()
         if rows == 1:

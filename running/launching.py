@@ -1,7 +1,6 @@
-"""Processes: one a GPU, which `python grpo_train.py` on a box starts by itself through torch's own launcher; what each works on; DDP or FSDP2.
+"""Processes: one a GPU, which `python grpo_train.py` on a box starts by itself through torch's own launcher.
 
-Under torchrun, accelerate launch or a cluster's launcher (they set RANK) nothing is started here.
-"""
+Under torchrun, accelerate launch or a cluster's launcher (they set RANK) nothing is started here."""
 
 import ctypes
 import dataclasses
@@ -15,24 +14,33 @@ import warnings
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
-from torch.distributed.device_mesh import init_device_mesh
+from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.tensor import DTensor
 
-from config import SettingError
+from errors import SettingError
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to every process: torch's default leaves orphans on SIGUSR1
+SIGNALS = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGUSR1",
+)  # handed on to every process: torch's default leaves orphans on SIGUSR1
+
+
 SECONDS_TO_END = 3600  # for a process that was told to end and may be saving; torch kills those of a process that failed after 30
+
+
 PARENT = "GRPO_PARENT"  # the process that started this one
 
 
 def starts_processes(config):
     """How many processes this one must start: None where it is one of them, or the only one."""
-    started = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ  # accelerate launch sets no rank for a single process
+    started = (
+        "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    )  # accelerate launch sets no rank for a single process
     wanted = config.num_processes or torch.cuda.device_count()
     if started or wanted <= 1:
         return None
@@ -56,7 +64,9 @@ def launch(processes):
     os.environ[PARENT] = str(os.getpid())
     threading.Thread(target=_leave_on_a_second_ctrl_c, args=(_signals_as_bytes(),), daemon=True).start()
     try:
-        elastic_launch(LaunchConfig(**{name: value for name, value in settings.items() if name in known}), sys.executable)(*sys.argv)
+        elastic_launch(
+            LaunchConfig(**{name: value for name, value in settings.items() if name in known}), sys.executable
+        )(*sys.argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -91,8 +101,12 @@ def start_processes(config):
     """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
     end_with_parent()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)  # a first step may be one that is not taken
-    no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)  # processes differ in their number of forwards
+    warnings.filterwarnings(
+        "ignore", message="Detected call of `lr_scheduler.step", category=UserWarning
+    )  # a first step may be one that is not taken
+    no_broadcast = DistributedDataParallelKwargs(
+        broadcast_buffers=False
+    )  # processes differ in their number of forwards
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
     torch.manual_seed(config.seed)
     if config.cpu_threads:
@@ -104,34 +118,6 @@ def start_processes(config):
 def check_shares(config, processes):
     """Every process needs a problem of each batch."""
     if config.batch_size < processes:
-        raise SettingError("batch_size", config.batch_size, f"must give each of the {processes} processes a problem")
-
-
-def distribute(accelerator, scorer, config):
-    """The scorer as data parallelism runs it: whole on each process (DDP), or with float32 weights, gradients and moments in shards (FSDP2)."""
-    if not config.fsdp or accelerator.num_processes == 1:
-        return accelerator.prepare_model(scorer)
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    half = torch.bfloat16 if config.bf16 and accelerator.device.type == "cuda" else None
-    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False))
-    blocks = set(scorer.model._no_split_modules or ())
-    for module in scorer.model.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, **how)
-    return fully_shard(scorer, **how)
-
-
-def whole(tensor):
-    """A sharded tensor put together (every process must call it), any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard(count, accelerator, rows_each=1):
-    """The slice of `count` items of `rows_each` rows, in order, that this process works on; sizes differ by one item at most."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
-
-
-def largest(value):
-    """The largest of a number over the processes."""
-    return max(gather_object([value]))
+        raise SettingError(
+            "batch_size", config.batch_size, f"must give each of the {processes} processes a problem"
+        )

@@ -1,82 +1,148 @@
-r"""Whether two answers of MATH denote the same mathematical object.
+"""MATH answers: one spelling for what may be spelt in many ways, and the structure of an answer (set, interval, matrix, equation, value)."""
 
-Our own rules see to spelling, units and structure: lists, sets, tuples, intervals, matrices, equations, words. What is left are single expressions,
-which math-verify parses (https://github.com/huggingface/Math-Verify), in child processes that are killed when they take too long: it bounds its time
-by SIGALRM, in the main thread only, and one big power holds the interpreter for minutes whatever the thread.
-"""
-
-import contextlib
 import itertools
-import json
-import os
-import queue
 import re
-import select
-import signal
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from functools import lru_cache
 
-from answers import CHANGED_AFTER, SCALE, ascii_char, parse_number
+from answers.numbers import CHANGED_AFTER, SCALE, ascii_char, parse_number
 
-# Spelling
-
-LONGEST = 2000  # characters; nothing in MATH comes near it
 UNICODE = {"×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "∪": r"\cup ", "±": r"\pm ", "≤": r"\le ",
            "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "°": r"^\circ ", "≈": r"\approx ", "ℝ": r"\mathbb{R}", "θ": r"\theta ",
            "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
            "∅": r"\emptyset "}  # fmt: skip
+
+
 TRIG_DEGREES = re.compile(r"((?<![a-zA-Z])\\?(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)? ?(?:\\left)? ?[({]? ?)"
                           r"(-?\d+(?:\.\d+)?) ?(?:\^ ?\{ ?\\circ ?\}|(?:\^ ?\\circ|\\degree)(?![a-zA-Z]))")  # fmt: skip
+
+
 SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
+
 GONE = re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])|\\hspace\{[^{}]*\}|\^ ?\{? ?\\circ ?\}?|\\degree(?![a-zA-Z])"
                   r"|\\text\{ ?degrees?\}|(?<!\\)\\[!$%]|[$%]")  # fmt: skip
+
+
 SPACE = re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![a-zA-Z])|(?<!\\)\\[,;: ]|~|\s+")
+
+
 TEXT = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
+
+
 SAME = {r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\leq": r"\le", r"\geq": r"\ge",
         r"\neq": r"\ne", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
         r"\varnothing": r"\emptyset", r"\lbrack": "[", r"\rbrack": "]", r"\infin": r"\infty"}  # fmt: skip
+
+
 FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp|sqrt|pi|infty"
+
+
 AFTER_VALUE = r"(?<=[\d}\)])"
+
+
 POWER = r"(?:\^\{?\d\}?)?$"
-UNIT = re.compile(rf"(?:(?<=[\da-zA-Z}})])\s*{TEXT}|{AFTER_VALUE} (?!(?:and|or|{FUNCTIONS})\b)[a-zA-Z]{{2,}}(?: [a-zA-Z]{{2,}})*\.?)" + POWER)
-NO_UNIT = re.compile(r"\b(?:and|or|not|times|plus|minus|over)\b|\d(?<!\^\d)(?<!\^\{\d)", re.IGNORECASE)  # 42 \text{ or 41}
+
+
+UNIT = re.compile(
+    rf"(?:(?<=[\da-zA-Z}})])\s*{TEXT}|{AFTER_VALUE} (?!(?:and|or|{FUNCTIONS})\b)[a-zA-Z]{{2,}}(?: [a-zA-Z]{{2,}})*\.?)"
+    + POWER
+)
+
+
+NO_UNIT = re.compile(
+    r"\b(?:and|or|not|times|plus|minus|over)\b|\d(?<!\^\d)(?<!\^\{\d)", re.IGNORECASE
+)  # 42 \text{ or 41}
+
+
 GREEK = r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|varphi|psi|omega)(?![a-zA-Z])"
+
+
 LETTER = rf"(?:[a-zA-Z]|{GREEK})"
+
+
 NAME = (rf"[a-zA-Z](?:_\{{?\w+\}}?|\([a-zA-Z0-9]+\))?|[A-Z]{{2,3}}|{GREEK}|\\(?:mathbf|vec) ?\{{[a-zA-Z]\}}|(?:m ?)?\\angle ?[a-zA-Z]{{1,3}}"
         rf"|\((?:{LETTER}, ?)+{LETTER}\)")  # fmt: skip
+
+
 NAMED = re.compile(rf"^(?:{NAME}) ?= ?|^[a-zA-Z] ?\\in ?")
+
+
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+
+
 MIXED = re.compile(r"(?<![\w.}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
+
+
 DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
+
+
 BASE = re.compile(r"([0-9][0-9A-Fa-f]*)_\{?\(?(\d{1,2})\)?\}?$")
+
+
 PAIR = re.compile(r"[(\[][^()]*,[^()]*[)\]]")  # (1,234) has two members
+
+
 MISREAD = re.compile(r"[\d)}]_|\d\{|!!")  # 204_5 is read as 204, 2{3} as 5
+
+
 TWO_NUMBERS = re.compile(r"(?<![_^\d])\d+ \d")
+
+
 SCALED = re.compile(rf"\d ?(?:{SCALE.pattern}|squared|cubed|factorial)", re.IGNORECASE)
+
+
 REPEATING = re.compile(r"([-+]?)(\d{0,50})\.(\d{0,50})\\overline\{(\d{1,50})\}")
+
+
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
+
+
 RELATION = re.compile(r"(<=|>=|<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z]))")
-ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", r"\le": "<=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!="}
+
+
+ORDER = {
+    "<": "<",
+    ">": ">",
+    "<=": "<=",
+    ">=": ">=",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\lt": "<",
+    r"\gt": ">",
+    r"\ne": "!=",
+}
+
+
 APPROXIMATED = re.compile(r" ?\\approx ?-?\d+(?:\.\d+)?$")
+
+
 REALS = "()", [("value", r"-\infty"), ("value", r"\infty")]
+
+
 # What math-verify is asked about. Of other text it reads a part: of "41 \to \frac{1}{2}", "6:1", "41 \boxed{42}" or "x'" one number or letter.
 READABLE = re.compile(r"(?:[\da-zA-Z+*/^_{}()\[\]|!,=<> -]|(?<=\d)\.|\.(?=\d)|\\[a-zA-Z]+)+")
+
+
 COMMANDS = set(
     "frac sqrt binom pi cdot times div pm mp infty circ log ln exp sum prod int lfloor rfloor lceil rceil lvert rvert vert max min gcd mod "
     "overline bar sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh alpha beta gamma delta epsilon varepsilon zeta "
     "eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell".split()
 )
+
+
 FACTOR = re.compile(r"((?<![\w^_.])\d+(?:\.\d+)?|\)|\\binom\{[^{}]*\}\{[^{}]*\}) ?(?=\()")
+
+
 OPENING, CLOSING = {"(": ")", "[": "]", "{": "}"}, set(")]}")
 
 
 def clean(text):
     """One spelling for what may be spelt in many ways."""
-    text = re.sub(f"[{''.join(map(chr, SUPERSCRIPTS))}]+", lambda found: f"^{{{found[0].translate(SUPERSCRIPTS)}}}", text)
+    text = re.sub(
+        f"[{''.join(map(chr, SUPERSCRIPTS))}]+",
+        lambda found: f"^{{{found[0].translate(SUPERSCRIPTS)}}}",
+        text,
+    )
     text = re.sub(r"√ ?(\d+)", r"\\sqrt{\1}", text)
     text = "".join(UNICODE.get(c) or ascii_char(c) for c in text).replace("**", "^")
     text = text.strip().strip("*").strip()
@@ -85,22 +151,38 @@ def clean(text):
             text = text[len(opening) : -len(closing)]
     box = re.fullmatch(r"\\f?box(?:ed)?\{(.*)\}", text.strip())
     text = re.sub(r",\\! ?", ",", box[1] if box else text)
-    text = re.sub(r"(?<![\d.])\d{1,3}(?:(?:\\,|\{,\})\d{3})+(?!\d)", lambda found: re.sub(r"\D", "", found[0]), text)
+    text = re.sub(
+        r"(?<![\d.])\d{1,3}(?:(?:\\,|\{,\})\d{3})+(?!\d)", lambda found: re.sub(r"\D", "", found[0]), text
+    )
     text = TRIG_DEGREES.sub(r"\1\\frac{\2\\pi}{180}", text)  # elsewhere the sign does not count
     text = re.sub(r"\binfinity\b", r"\\infty", SPACE.sub(" ", GONE.sub("", text)))
-    text = re.sub(r"\^ ?(-\d+|\d{2,})", r"^{\1}", re.sub(r"(?<=\d) ?[xX] ?(?=10 ?\^)", r"\\times ", text))  # 6.7 x 10^-5
+    text = re.sub(
+        r"\^ ?(-\d+|\d{2,})", r"^{\1}", re.sub(r"(?<=\d) ?[xX] ?(?=10 ?\^)", r"\\times ", text)
+    )  # 6.7 x 10^-5
     text = re.sub(r"\\(?:mathrm|text) ?\{([ie])\}", r"\1", text)
     text = re.sub(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"(?:\\text ?\{|\()(\d\w*)[)}] ?_|(\d\w*),? (?:in )?base (?=\d)", lambda found: (found[1] or found[2]) + "_", text)
+    text = re.sub(
+        r"(?:\\text ?\{|\()(\d\w*)[)}] ?_|(\d\w*),? (?:in )?base (?=\d)",
+        lambda found: (found[1] or found[2]) + "_",
+        text,
+    )
     text = re.sub(r"(?<=[)\]}]) ?U ?(?=[(\[\\])", r"\\cup ", text)
     text = re.sub(r"\\[a-zA-Z]+", lambda found: SAME.get(found[0], found[0]), text)
-    text = re.sub(rf"\\(frac|sqrt|binom)(?: ?(\d|\\pi(?![a-zA-Z])|{GREEK})| ([a-zA-Z]))", r"\\\1{\2\3}", text)  # \frac12, \frac1{72}, \sqrt2, \frac\pi4
-    text = re.sub(rf"(\\(?:frac|binom)\{{[^{{}}]*\}}) ?(\d|[a-zA-Z]|\\pi(?![a-zA-Z])|{GREEK})(?![^{{]*\}}\{{)", r"\1{\2}", text)
+    text = re.sub(
+        rf"\\(frac|sqrt|binom)(?: ?(\d|\\pi(?![a-zA-Z])|{GREEK})| ([a-zA-Z]))", r"\\\1{\2\3}", text
+    )  # \frac12, \frac1{72}, \sqrt2, \frac\pi4
+    text = re.sub(
+        rf"(\\(?:frac|binom)\{{[^{{}}]*\}}) ?(\d|[a-zA-Z]|\\pi(?![a-zA-Z])|{GREEK})(?![^{{]*\}}\{{)",
+        r"\1{\2}",
+        text,
+    )
     text = re.sub(r"(?<![a-zA-Z])\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(^|[(\[{,]) ?\+ ?", r"\1", text)
     text = re.sub(rf"(?<![\\a-zA-Z])({FUNCTIONS})(?![a-zA-Z])", r"\\\1", text)
     text = re.sub(r"\\frac ?\{", r"\\frac{", text).replace("*", r"\cdot ")
-    text = re.sub(r"(?<=\d) ?, ?(?=\d{3}\b)", lambda found: "," if found[0] == "," else found[0], text).strip()
+    text = re.sub(
+        r"(?<=\d) ?, ?(?=\d{3}\b)", lambda found: "," if found[0] == "," else found[0], text
+    ).strip()
     text = re.sub(r"(?<!\.)\.$", "", text).strip()
     return re.sub(r"\s+", " ", UNIT.sub(_unit, text)).strip()
 
@@ -109,7 +191,11 @@ def _unit(found):
     """Nothing, or the words themselves where they make another value, or where no value stands before them: 5 million, 4 squared, 4 or 5, (B) or (C)."""
     words = re.sub(TEXT, r" \1", found[0])
     is_value = re.search(r"\d|\\[a-zA-Z]", re.sub(TEXT, lambda text: text[1], found.string[: found.start()]))
-    return words if not is_value or SCALE.search(words) or CHANGED_AFTER.match(words) or NO_UNIT.search(words) else ""
+    return (
+        words
+        if not is_value or SCALE.search(words) or CHANGED_AFTER.match(words) or NO_UNIT.search(words)
+        else ""
+    )
 
 
 def _squeezed(text):
@@ -122,7 +208,13 @@ def _split(text, separator):
     """Cut at a separator (a character or a command) outside of all brackets."""
     parts, depth, start, i = [], 0, 0, 0
     while i < len(text):
-        if text.startswith(separator, i) and depth == 0 and not (separator.startswith("\\") and text[i + len(separator) : i + len(separator) + 1].isalpha()):
+        if (
+            text.startswith(separator, i)
+            and depth == 0
+            and not (
+                separator.startswith("\\") and text[i + len(separator) : i + len(separator) + 1].isalpha()
+            )
+        ):
             parts.append(text[start:i])
             start = i = i + len(separator)
             continue
@@ -147,9 +239,6 @@ def _enclosed(text):
     return None
 
 
-# Structure
-
-
 def _exactly(text):
     r"""Without the decimals that follow an exact value: \frac{1}{3} \approx 0.33 is \frac{1}{3}, but 42 \approx 41 stays."""
     exact = APPROXIMATED.sub("", text)
@@ -165,13 +254,23 @@ def structure(text, depth=0):
     grouped = re.fullmatch(r"\{((?:[^{}\\]|\\.|\{[^{}]*\})*+)\}", text)
     text = grouped[1].strip() if grouped else _exactly(text)
     bare = NAMED.sub("", text, count=1)
-    if bare != text and (r"\in" in text[: len(text) - len(bare)] or not re.search(r"[=<>]|\\[lg]e\b", bare)) and (r"\in" in text or not _has_variable(bare)):
+    if (
+        bare != text
+        and (r"\in" in text[: len(text) - len(bare)] or not re.search(r"[=<>]|\\[lg]e\b", bare))
+        and (r"\in" in text or not _has_variable(bare))
+    ):
         text = bare.strip()
     matrix = re.fullmatch(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", text)
     if matrix:
         rows = [row.strip() for row in re.split(r"\\\\(?:\[[\d.]+ ?[a-z]{2}\])?", matrix[2]) if row.strip()]
-        return f"matrix {'v' if matrix[1] == 'vmatrix' else ''}", [("row", [structure(cell, depth + 1) for cell in row.split("&")]) for row in rows]
-    text = re.sub(rf"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]| (?:more|less|fewer|greater)\b)|{TEXT.replace('([^{}]*)', ' ?(?:and|or) ?')}", ",", text)
+        return f"matrix {'v' if matrix[1] == 'vmatrix' else ''}", [
+            ("row", [structure(cell, depth + 1) for cell in row.split("&")]) for row in rows
+        ]
+    text = re.sub(
+        rf"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]| (?:more|less|fewer|greater)\b)|{TEXT.replace('([^{}]*)', ' ?(?:and|or) ?')}",
+        ",",
+        text,
+    )
     union = _split(text, r"\cup")
     if len(union) > 1:
         return "set", [structure(part, depth + 1) for part in union]
@@ -198,7 +297,9 @@ def structure(text, depth=0):
     if len(PLUS_MINUS.findall(text)) == 1:
         return "set", _members([text], depth)
     word = re.sub(TEXT, r"\1", text).strip(" ()")
-    if re.fullmatch(r"(?=.*[a-zA-Z]{3})[a-zA-Z][a-zA-Z' -]{3,}", word) or (word != text and re.fullmatch(r"[a-zA-Z' -]+", word)):
+    if re.fullmatch(r"(?=.*[a-zA-Z]{3})[a-zA-Z][a-zA-Z' -]{3,}", word) or (
+        word != text and re.fullmatch(r"[a-zA-Z' -]+", word)
+    ):
         word = re.sub("^(?:an?|the) (?=...)", "", " ".join(word.lower().split()))
         return REALS if word in ("all real numbers", "all reals") else ("word", word)
     sides = [part.strip() for part in RELATION.split(text)]
@@ -213,7 +314,11 @@ def _interval(sides, signs, depth):
     if signs[0][0] == ">":
         sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
     is_letter = [re.fullmatch("[a-zA-Z]", side) is not None for side in sides]
-    if any(sign[0] != "<" for sign in signs) or sum(is_letter) != 1 or any(_has_variable(s) for s, letter in zip(sides, is_letter, strict=True) if not letter):
+    if (
+        any(sign[0] != "<" for sign in signs)
+        or sum(is_letter) != 1
+        or any(_has_variable(s) for s, letter in zip(sides, is_letter, strict=True) if not letter)
+    ):
         return "relation", (tuple(sides), tuple(signs))
     at = is_letter.index(True)
     low, high = sides[:at], sides[at + 1 :]
@@ -221,7 +326,10 @@ def _interval(sides, signs, depth):
         return "relation", (tuple(sides), tuple(signs))
     opening = "[" if low and signs[0] == "<=" else "("
     closing = "]" if high and signs[-1] == "<=" else ")"
-    return opening + closing, [structure(low[0] if low else r"-\infty", depth + 1), structure(high[0] if high else r"\infty", depth + 1)]
+    return opening + closing, [
+        structure(low[0] if low else r"-\infty", depth + 1),
+        structure(high[0] if high else r"\infty", depth + 1),
+    ]
 
 
 def _members(parts, depth):
@@ -229,7 +337,11 @@ def _members(parts, depth):
     values = []
     for part in parts:
         once = len(PLUS_MINUS.findall(part)) == 1
-        values += [re.sub(r"(^|[{(]) ?\+ ?", r"\1", PLUS_MINUS.sub("+", part)), PLUS_MINUS.sub("-", part)] if once else [part]
+        values += (
+            [re.sub(r"(^|[{(]) ?\+ ?", r"\1", PLUS_MINUS.sub("+", part)), PLUS_MINUS.sub("-", part)]
+            if once
+            else [part]
+        )
     return [structure(value, depth + 1) for value in values]
 
 
@@ -247,16 +359,22 @@ def number(text):
         except ValueError:
             return None
     plain = re.sub(r"(?<=\d),(?=\d{3})", "", _squeezed(text))
-    fraction = re.fullmatch(r"([-+]?)\\frac\{([-+]?\d{1,50})\}\{(\d{1,50})\}", plain) or re.fullmatch(r"([-+]?) ?(\d{1,50}) ?/ ?(\d{1,50})", text)
+    fraction = re.fullmatch(r"([-+]?)\\frac\{([-+]?\d{1,50})\}\{(\d{1,50})\}", plain) or re.fullmatch(
+        r"([-+]?) ?(\d{1,50}) ?/ ?(\d{1,50})", text
+    )
     if fraction and int(fraction[3]):
         return Fraction(int(fraction[2]), int(fraction[3])) * (-1 if fraction[1] == "-" else 1)
-    mixed = re.fullmatch(r"([-+]?)(\d{1,50})\\frac\{(\d{1,50})\}\{(\d{1,50})\}", plain) or re.fullmatch(r"([-+]?)(\d{1,50}) (\d{1,50})/(\d{1,50})", text)
+    mixed = re.fullmatch(r"([-+]?)(\d{1,50})\\frac\{(\d{1,50})\}\{(\d{1,50})\}", plain) or re.fullmatch(
+        r"([-+]?)(\d{1,50}) (\d{1,50})/(\d{1,50})", text
+    )
     if mixed and int(mixed[4]):
         return (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))) * (-1 if mixed[1] == "-" else 1)
     repeating = REPEATING.fullmatch(plain)
     if repeating:
         whole, fixed, cycle = repeating.groups()[1:]
-        value = Fraction(int(whole + fixed + cycle) - int(whole + fixed or 0), 10 ** len(fixed) * (10 ** len(cycle) - 1))
+        value = Fraction(
+            int(whole + fixed + cycle) - int(whole + fixed or 0), 10 ** len(fixed) * (10 ** len(cycle) - 1)
+        )
         return -value if repeating[1] == "-" else value
     return parse_number(text)
 
@@ -284,16 +402,23 @@ def same(a, b, ask):
         if signs != other_signs or len(sides) != len(others):
             return False
         pairs = zip(itertools.pairwise(sides), itertools.pairwise(others), strict=True)
-        return all([_squeezed(x) for x in one] == [_squeezed(x) for x in two] or ask("relation", one, two) for one, two in pairs)
+        return all(
+            [_squeezed(x) for x in one] == [_squeezed(x) for x in two] or ask("relation", one, two)
+            for one, two in pairs
+        )
     if kind == "equation":
-        return [_squeezed(x) for x in left] == [_squeezed(x) for x in right] or (len(left) == len(right) == 2 and ask("equation", left, right))
+        return [_squeezed(x) for x in left] == [_squeezed(x) for x in right] or (
+            len(left) == len(right) == 2 and ask("equation", left, right)
+        )
     if kind == "set":
         return _same_set(left, right, ask)
     return len(left) == len(right) and all(same(x, y, ask) for x, y in zip(left, right, strict=True))
 
 
 def _same_value(left, right, ask):
-    if _squeezed(left) == _squeezed(right) or (re.fullmatch("[a-zA-Z]{2,3}", left) and left.lower() == right.lower()):
+    if _squeezed(left) == _squeezed(right) or (
+        re.fullmatch("[a-zA-Z]{2,3}", left) and left.lower() == right.lower()
+    ):
         return left != ""
     if len(left) == len(right) == 1 and (left + right).isalpha():
         return False  # a and A are two things
@@ -311,7 +436,9 @@ def _is_readable(texts):
     letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", "".join(texts)))) | commands
     if not commands <= COMMANDS or len({letter.lower() for letter in letters}) < len(letters):
         return False
-    return all(READABLE.fullmatch(text) and text.count("|") % 2 == 0 and not MISREAD.search(text) for text in texts)
+    return all(
+        READABLE.fullmatch(text) and text.count("|") % 2 == 0 and not MISREAD.search(text) for text in texts
+    )
 
 
 def _same_set(left, right, ask):
@@ -324,216 +451,3 @@ def _same_set(left, right, ask):
             return False
         del rest[found]
     return not rest
-
-
-# Child processes
-
-
-def _sympy_text(text):
-    """What latex2sympy reads as it is meant: mixed numbers are sums, decimals exact; 2(3) is 6, where it reads 5."""
-    text = FACTOR.sub(r"\1\\cdot ", MIXED.sub(r"(\1+\\frac{\2}{\3})", text))
-    text = SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
-    return DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
-
-
-def _decide(kind, left, right):
-    """In the child: math-verify's judgement of two expressions, and no rounding."""
-    import sympy
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def read(text):
-        found = parse(rf"\boxed{{{_sympy_text(text)}}}", [LatexExtractionConfig(boxed_match_priority=0)], fallback_mode="no_fallback", parsing_timeout=None)
-        value = found[0] if found else None
-        return value.subs({s: sympy.I for s in value.free_symbols if s.name == "i"}) if isinstance(value, sympy.Expr) else value
-
-    if kind != "value":  # the same where one difference of the sides is a constant times the other, a positive one where order counts
-        sides = [[read(x) for x in pair] for pair in (left, right)]
-        if any(not isinstance(x, sympy.Expr) for pair in sides for x in pair):
-            return False
-        one, two = ((a - b) for a, b in sides)
-        if one.free_symbols != two.free_symbols or not one.free_symbols:
-            return False  # a statement about numbers is no value
-        ratio = sympy.simplify(one / two)
-        return bool(ratio.is_number and ratio.is_finite and (ratio > 0 if kind == "relation" else ratio != 0))
-    a, b = read(left), read(right)
-    if a is None or b is None:
-        return False
-    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
-        return False
-    if a.free_symbols or b.free_symbols:
-        return bool(verify(a, b, timeout_seconds=None))
-    apart = (a - b).doit()
-    if apart.is_Rational:
-        return apart == 0
-    parts = [part for value in (a, b) for part in sympy.N(value, 60).as_real_imag()]
-    if not all(part.is_Float or part.is_Integer for part in parts):
-        return False  # infinite, or not a number after all
-    size = max(map(abs, parts))
-    return all(bool(abs(x - y) <= size * sympy.Float("1e-45", 60)) for x, y in zip(parts[:2], parts[2:], strict=True))
-
-
-def _serve():
-    """The child: one JSON line asked, one answered. The system kills it at its time, whatever holds the interpreter and whether its parent lives."""
-    import resource
-
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    sys.set_int_max_str_digits(0)
-    import logging
-
-    import math_verify  # noqa: F401  loaded before the first question's time begins
-
-    logging.disable(logging.CRITICAL)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        seconds, *question = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            answer = _decide(*question)
-        except Exception:  # the parser raises anything on what it cannot read
-            answer = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(answer), flush=True)
-
-
-class _Child:
-    def __init__(self):
-        self.process = None
-
-    def start(self):
-        command = [sys.executable, os.path.abspath(__file__)]
-        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        if self._line(60.0) != b"ready\n":
-            self.stop()
-            raise RuntimeError("the grader of MATH answers does not start: is math-verify installed? pip install 'math-verify[antlr4-13-2]'")
-
-    def stop(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-    def ask(self, timeout, question):
-        """True or False; None where it took too long. A child that died while it was idle is replaced, and asked again."""
-        started = time.monotonic()
-        answer = self._ask(timeout, question)
-        return self._ask(timeout, question) if answer is None and time.monotonic() - started < timeout / 4 else answer
-
-    def _ask(self, timeout, question):
-        if self.process is None or self.process.poll() is not None:
-            self.stop()
-            self.start()
-        try:
-            self.process.stdin.write(json.dumps([timeout, *question]).encode() + b"\n")
-            self.process.stdin.flush()
-            line = self._line(timeout + 0.5)
-        except OSError:
-            line = b""
-        if line:
-            return json.loads(line)
-        self.stop()
-        return None
-
-    def _line(self, seconds):
-        end, out, found = time.monotonic() + seconds, self.process.stdout, b""
-        while not found.endswith(b"\n"):
-            ready, _, _ = select.select([out], [], [], max(0.0, end - time.monotonic()))
-            piece = os.read(out.fileno(), 4096) if ready else b""
-            if not piece:
-                return b""
-            found += piece
-        return found
-
-
-class _Pool:
-    """As many children as are asked at the same time, up to the number of cores; each belongs to one thread at a time."""
-
-    def __init__(self):
-        self.owner, self.idle = os.getpid(), queue.LifoQueue()
-        self.size = max(1, min(8, len(os.sched_getaffinity(0))))
-        for _ in range(self.size):
-            self.idle.put(_Child())
-
-    def ask(self, timeout, *question):
-        child = self.idle.get()
-        try:
-            return child.ask(timeout, question)
-        finally:
-            self.idle.put(child)
-
-
-_pool = None
-
-
-def _children():
-    global _pool
-    if _pool is None or _pool.owner != os.getpid():  # a forked process must not share the pipes
-        _pool = _Pool()
-    return _pool
-
-
-class _Undecided(Exception):
-    """Not in that time: another time it may be."""
-
-
-@lru_cache(maxsize=100_000)
-def _asked(kind, left, right, timeout):
-    answer = _children().ask(timeout, kind, left, right)
-    if answer is None:
-        raise _Undecided
-    return answer
-
-
-def _as_key(value):
-    return tuple(value) if isinstance(value, list) else value
-
-
-def math_equal(answer, reference, timeout=5.0):
-    """Whether two answers denote the same mathematical object, within about `timeout` seconds; what cannot be decided by then is not equal.
-
-    Both are texts as extracted. Spelling, spaces, units, degree and percent signs do not count; nothing is rounded; a comma list and \\{...\\} are sets,
-    (a,b) is ordered, kinds of brackets count; a statement such as 41=42 is not the value 42. From any thread.
-    """
-    if not isinstance(answer, str) or not isinstance(reference, str):
-        return False
-    answer, reference = answer.strip(), reference.strip()
-    if not answer or not reference or len(answer) > LONGEST:
-        return False
-    if answer == reference:
-        return True
-    numbers = [None if PAIR.search(text) else parse_number(text) for text in (answer, reference)]
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    end = time.monotonic() + timeout
-
-    def ask(kind, left, right):
-        left_over = end - time.monotonic()
-        texts = [text for side in (left, right) for text in (side if isinstance(side, list | tuple) else [side])]
-        try:
-            return left_over > 0 and _is_readable(texts) and _asked(kind, _as_key(left), _as_key(right), timeout if left_over > timeout / 2 else left_over)
-        except _Undecided:
-            return False
-
-    return same(structure(clean(answer)), structure(clean(reference)), ask)
-
-
-def all_math_equal(answers, references, timeout=5.0, in_all=20.0):
-    """math_equal of many pairs, side by side; pairs not decided `in_all` seconds from now are not equal."""
-    end = time.monotonic() + in_all
-
-    def one(pair):
-        left = end - time.monotonic()
-        return left > 0 and math_equal(*pair, timeout=min(timeout, left))
-
-    pairs = list(zip(answers, references, strict=True))
-    different = list(dict.fromkeys(pairs))
-    with ThreadPoolExecutor(_children().size) as threads:
-        found = dict(zip(different, threads.map(one, different), strict=True))
-    return [found[pair] for pair in pairs]
-
-
-if __name__ == "__main__":
-    _serve()

@@ -9,9 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -20,59 +17,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from config import RunError, SettingError, resolved
-from output import FINISHED, keep_best, save_model
-from processes import largest, whole
-from training import held_out_accuracy, merged_state
+from errors import RunError, SettingError
+from learning.models import merged_state
+from learning.parallel import largest, whole
+from reporting.files import FINISHED
+from running.evaluation import held_out_accuracy
+from running.folder import keep_best, save_model
+from running.run import leave
+from running.settings import resolved
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
+
+
 # Settings that a resumed run may have otherwise without a word: they change no weight.
 FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
         "run_name", "push_to_hub", "hub_model_id", "hub_private", "save_adapter", "num_processes", "versions", "commit", "log_groups", "eval_every",
         "inspect_every", "reward_timeout", "warn_after", "check"}  # fmt: skip
+
+
 NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
-
-
-# Stopping
-
-
-class Stop:
-    """Remembers that a signal came, or that the time is over. The handler sets a flag and does nothing else; a later Ctrl-C leaves at once.
-
-    The same signal can come twice, from a cluster to every process and from the one that started this: only a Ctrl-C a second later is a second one.
-    `with` puts the handlers back that were there before, however the training ends.
-    """
-
-    def __init__(self, minutes=None):
-        self.number, self.since, self.end = 0, 0.0, None if minutes is None else time.monotonic() + 60 * minutes
-        self.before = {name: signal.signal(name, self._came) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            self.before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._came)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for name, handler in self.before.items():
-            signal.signal(name, handler)
-
-    def _came(self, number, frame):
-        if self.number and number == signal.SIGINT and time.monotonic() - self.since > 1.0:
-            os._exit(128 + number)
-        if not self.number:
-            self.number, self.since = number, time.monotonic()
-
-    def asked(self):
-        """The signal to stop for, 0 where there is none; at the time limit SIGTERM's."""
-        over = self.end is not None and time.monotonic() >= self.end
-        return self.number or (int(signal.SIGTERM) if over else 0)
-
-    def agreed(self):
-        """The same on all processes, which must all call it: a signal may reach one of them only."""
-        return largest(self.asked())
-
-
-# Writing
 
 
 def _sync(path):
@@ -106,7 +69,9 @@ def damage(folder):
         entries = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return "it has no manifest: its writing was cut off"
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries.values()):
+    if not isinstance(entries, dict) or not all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries.values()
+    ):
         return "its manifest is not what was written"
     if missing := {"training_state.json", "training_state.safetensors"} - set(entries):
         return f"its manifest does not name {min(missing)}"
@@ -128,7 +93,9 @@ def finished_steps(path):
     try:
         return int(json.loads(path.read_text())["step"])
     except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{path} is damaged: delete it and the run goes on from its newest checkpoint") from error
+        raise RunError(
+            f"{path} is damaged: delete it and the run goes on from its newest checkpoint"
+        ) from error
 
 
 def checkpoints(output_dir):
@@ -145,16 +112,39 @@ def data_fingerprint(problems):
     """sha256 over the problems and their prompts, in their order."""
     digest = hashlib.sha256()
     for p in problems:
-        digest.update(json.dumps([p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]).encode())
+        digest.update(
+            json.dumps(
+                [p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]
+            ).encode()
+        )
     return digest.hexdigest()
 
 
 class Checkpoints:
     """Saves and restores everything that a step depends on: policy, moments, schedule, reference, the place in the data, logs."""
 
-    def __init__(self, config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference=None, logs=()):
+    def __init__(
+        self,
+        config,
+        folder,
+        accelerator,
+        policy,
+        optimizer,
+        schedule,
+        tokenizer,
+        problems,
+        held,
+        reference=None,
+        logs=(),
+    ):
         self.config, self.folder, self.accelerator = config, folder, accelerator
-        self.policy, self.optimizer, self.schedule, self.tokenizer, self.reference = policy, optimizer, schedule, tokenizer, reference
+        self.policy, self.optimizer, self.schedule, self.tokenizer, self.reference = (
+            policy,
+            optimizer,
+            schedule,
+            tokenizer,
+            reference,
+        )
         self.logs = logs  # names of files that grow by whole lines
         self.data, self.held = data_fingerprint(problems), held  # the lock of the folder
         if accelerator.is_main_process:
@@ -167,10 +157,19 @@ class Checkpoints:
         """Before the first step: room for one checkpoint more than there are."""
         trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         whole_model = sum(p.numel() for name, p in self.policy.named_parameters() if ".lora_" not in name)
-        reference = sum(p.numel() * p.element_size() for p in self.reference.parameters()) if self.reference is not None else 0
-        needed, free = 4 * whole_model + self.config.moment_bytes * trained + reference, shutil.disk_usage(self.folder).free
+        reference = (
+            sum(p.numel() * p.element_size() for p in self.reference.parameters())
+            if self.reference is not None
+            else 0
+        )
+        needed, free = (
+            4 * whole_model + self.config.moment_bytes * trained + reference,
+            shutil.disk_usage(self.folder).free,
+        )
         if largest(needed > free):
-            remedy = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+            remedy = (
+                f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+            )
             raise SettingError("save_every", self.config.save_every, remedy)
 
     def save(self, state):
@@ -179,20 +178,34 @@ class Checkpoints:
         weights = merged_state(self.policy, torch.float32, keep=main)
         tensors, numbers = self._optimizer_state(main)
         if self.config.lora_r:
-            tensors |= {f"policy.{name}": p.detach().cpu() for name, p in self.policy.named_parameters() if p.requires_grad}
+            tensors |= {
+                f"policy.{name}": p.detach().cpu()
+                for name, p in self.policy.named_parameters()
+                if p.requires_grad
+            }
         if self.reference is not None and main:
-            tensors |= {f"reference.{name}": p.detach().cpu() for name, p in self.reference.named_parameters()}
+            tensors |= {
+                f"reference.{name}": p.detach().cpu() for name, p in self.reference.named_parameters()
+            }
         problem = None
         if main:
             try:
-                self._write(weights, tensors, {**state, "optimizer": numbers, "schedule": self._schedule_state()})
+                self._write(
+                    weights, tensors, {**state, "optimizer": numbers, "schedule": self._schedule_state()}
+                )
             except (OSError, SafetensorError, RunError) as error:
                 shutil.rmtree(self.folder / TEMPORARY, ignore_errors=True)
                 needed = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
                 free = shutil.disk_usage(self.folder).free
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())[:200]
+                reason = (
+                    error.strerror
+                    if isinstance(error, OSError) and error.strerror
+                    else " ".join(str(error).split())[:200]
+                )
                 sizes = f"it needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-                problem = f"could not save checkpoint-{state['step']} ({reason}): {sizes}; earlier ones are whole"
+                problem = (
+                    f"could not save checkpoint-{state['step']} ({reason}): {sizes}; earlier ones are whole"
+                )
         problem = next((p for p in gather_object([problem]) if p), None)
         if problem:
             raise RunError(problem)
@@ -201,9 +214,17 @@ class Checkpoints:
         temporary, target = self.folder / TEMPORARY, self.folder / f"checkpoint-{state['step']}"
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(self.policy, self.tokenizer, temporary, torch.float32, weights)
-        names = {name for file in temporary.glob("*.safetensors") for name in safe_open(file, "pt").keys()}  # transformers renames the experts of some models
-        tensors |= {f"policy.{name}": weights[name] for name, _ in self.policy.named_parameters() if not self.config.lora_r and name not in names}
-        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "training_state.safetensors")
+        names = {
+            name for file in temporary.glob("*.safetensors") for name in safe_open(file, "pt").keys()
+        }  # transformers renames the experts of some models
+        tensors |= {
+            f"policy.{name}": weights[name]
+            for name, _ in self.policy.named_parameters()
+            if not self.config.lora_r and name not in names
+        }
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, temporary / "training_state.safetensors"
+        )
         state |= {"data": self.data, "world_size": self.accelerator.num_processes, "settings": resolved(self.config),
                   "logs": {name: (self.folder / name).stat().st_size for name in self.logs}}  # fmt: skip
         (temporary / "training_state.json").write_text(json.dumps(state, indent=1) + "\n")
@@ -217,8 +238,12 @@ class Checkpoints:
         _sync(self.folder)
         shutil.rmtree(self.folder / OLD, ignore_errors=True)
         there = checkpoints(self.folder)
-        kept = [path for path in there if _step_of(path) <= state["step"]][: self.config.keep_checkpoints or None]
-        for path in set(there) - set(kept):  # older ones, and those of a time that this run has gone back behind
+        kept = [path for path in there if _step_of(path) <= state["step"]][
+            : self.config.keep_checkpoints or None
+        ]
+        for path in set(there) - set(
+            kept
+        ):  # older ones, and those of a time that this run has gone back behind
             shutil.rmtree(path, ignore_errors=True)
 
     def _optimizer_state(self, keep):
@@ -247,9 +272,21 @@ class Checkpoints:
         if last >= total:
             self._say(f"nothing is left to do: {self.folder} finished its {last} steps")
             return FINISHED
-        if path is None and (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
-            what = f"finished {last} steps and left no checkpoint" if finished.exists() else "has no checkpoint that is whole"
-            raise SettingError("resume", str(self.folder), f"{what}: there is nothing to go on from; begin anew with --overwrite_output_dir true")
+        if (
+            path is None
+            and (finished.exists() or checkpoints(self.folder))
+            and not self.config.overwrite_output_dir
+        ):
+            what = (
+                f"finished {last} steps and left no checkpoint"
+                if finished.exists()
+                else "has no checkpoint that is whole"
+            )
+            raise SettingError(
+                "resume",
+                str(self.folder),
+                f"{what}: there is nothing to go on from; begin anew with --overwrite_output_dir true",
+            )
         if path is None:
             self._say(f"no checkpoint in {self.folder}: starting from the beginning")
             return None
@@ -260,7 +297,9 @@ class Checkpoints:
 
     def make_up_evaluation(self, decoder, held_out, stop, log, done):
         """The evaluation that a signal cut off, and the line of its step, which waited for it."""
-        evaluation = held_out_accuracy(self.accelerator, decoder, held_out, self.config, stop, log, done["step"])
+        evaluation = held_out_accuracy(
+            self.accelerator, decoder, held_out, self.config, stop, log, done["step"]
+        )
         if evaluation is None:
             leave(stop, self, None)
         log.write(done.pop("metrics") | evaluation)
@@ -290,7 +329,11 @@ class Checkpoints:
         tensors = load_file(path / "training_state.safetensors")
         named = dict(self.policy.named_parameters())
         if self.config.lora_r:
-            self._copy(named, {n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")}, path)
+            self._copy(
+                named,
+                {n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")},
+                path,
+            )
         else:
             weights = {}
             for file in sorted(path.glob("*.safetensors")):
@@ -305,11 +348,16 @@ class Checkpoints:
         self._load_schedule(state["schedule"])
         if self.accelerator.is_main_process:
             for name in self.logs:
-                file, size = self.folder / name, state["logs"].get(name, 0)  # 0: a log that the version which wrote this did not have
+                file, size = (
+                    self.folder / name,
+                    state["logs"].get(name, 0),
+                )  # 0: a log that the version which wrote this did not have
                 if name not in state["logs"]:
                     file.touch()
                 if not file.exists() or file.stat().st_size < size:
-                    raise RunError(f"{file} is shorter than when {path.name} was written: it is not this run's any more")
+                    raise RunError(
+                        f"{file} is shorter than when {path.name} was written: it is not this run's any more"
+                    )
                 os.truncate(file, size)
         self.accelerator.wait_for_everyone()
         return state
@@ -330,30 +378,46 @@ class Checkpoints:
             if name.startswith("optimizer."):
                 _, index, key = name.split(".", 2)
                 shaped = tensor.shape == parameters[int(index)].shape
-                flat.setdefault(int(index), {})[key] = _like(parameters[int(index)], tensor) if shaped else tensor
+                flat.setdefault(int(index), {})[key] = (
+                    _like(parameters[int(index)], tensor) if shaped else tensor
+                )
         state = {index: _nested(values) for index, values in flat.items()}
-        mine = [{k: group[k] for k in ("weight_decay", "betas", "initial_lr")} for group in self.optimizer.param_groups]  # resume_anyway may change them
+        mine = [
+            {k: group[k] for k in ("weight_decay", "betas", "initial_lr")}
+            for group in self.optimizer.param_groups
+        ]  # resume_anyway may change them
         groups = [group | own for group, own in zip(numbers["groups"], mine, strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _load_schedule(self, saved):
         rates = self.schedule.base_lrs
         self.schedule.load_state_dict({**saved, "base_lrs": rates, "lr_lambdas": [None] * len(rates)})
-        for group, rate, factor in zip(self.optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True):
+        for group, rate, factor in zip(
+            self.optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True
+        ):
             group["lr"] = rate * factor(self.schedule.last_epoch)
         self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _refuse_other(self, path, state):
         now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
         differ = {n: (then.get(n), now.get(n)) for n in {*now, *then} - FREE if then.get(n) != now.get(n)}
-        for name, value, other in (("data", state["data"][:12], self.data[:12]), ("world_size", state["world_size"], self.accelerator.num_processes)):
+        for name, value, other in (
+            ("data", state["data"][:12], self.data[:12]),
+            ("world_size", state["world_size"], self.accelerator.num_processes),
+        ):
             if value != other:
                 differ[name] = (value, other)
-        hard = {n: v for n, v in differ.items() if n in NEVER or (n == "beta" and not v[0])}  # beta 0 kept no reference
+        hard = {
+            n: v for n, v in differ.items() if n in NEVER or (n == "beta" and not v[0])
+        }  # beta 0 kept no reference
         if not differ or (self.config.resume_anyway and not hard):
             return
-        shown = ", ".join(f"{name} {then!r} there, {now!r} here" for name, (then, now) in sorted((hard or differ).items()))
-        remedy = "what is saved would not fit" if hard else "say --resume_anyway true to go on with the new values"
+        shown = ", ".join(
+            f"{name} {then!r} there, {now!r} here" for name, (then, now) in sorted((hard or differ).items())
+        )
+        remedy = (
+            "what is saved would not fit" if hard else "say --resume_anyway true to go on with the new values"
+        )
         raise SettingError("resume", str(path), f"was written by another run: {shown}; {remedy}")
 
 
@@ -377,27 +441,8 @@ def _nested(flat):
 def _like(parameter, value):
     """A whole tensor as the parameter holds its own: sharded where that is."""
     value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else value
-
-
-def check_bad_steps(config, bad, metrics):
-    """Stop after too many steps in a row that could not be taken."""
-    if bad >= config.max_bad_steps:
-        raise RunError(
-            f"{bad} steps in a row had a loss or gradient that is not finite, the last on problems {metrics['bad_examples']}; no weight was changed by them: "
-            "lower learning_rate, or go on from the last checkpoint with --resume true"
-        )
-
-
-def leave(stop, checkpoints, done):
-    """Save what is finished and is not saved yet, and end with 128 + the signal. All processes must call it."""
-    number = stop.agreed()
-    if done is not None:
-        checkpoints.save(done)
-    if checkpoints.accelerator.is_main_process:
-        kept = f"saved checkpoint-{done['step']}" if done is not None else "nothing new to save"
-        print(f"stopped by {signal.Signals(number).name}: {kept}; go on with --resume true", flush=True)
-    checkpoints.accelerator.wait_for_everyone()
-    if checkpoints.held is not None:
-        checkpoints.held.close()
-    sys.exit(128 + number)
+    return (
+        distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        if isinstance(parameter, DTensor)
+        else value
+    )

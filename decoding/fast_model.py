@@ -7,129 +7,29 @@ there is no mask, only two lengths.
 n rows being decoded, R rows and S slots of storage, M tokens of any kind; H query heads and K key heads of width D; E embedding width, W logits.
 """
 
-import inspect
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from config import SettingError
-from data import pad_left, pad_right
-from tokens import IMPOSSIBLE, whole_blocks
+from decoding.any_model import FAMILIES, known, send
+from decoding.rollout import pad_right
+from decoding.tokens import whole_blocks
 
-triton_kernels = None
+kernels = None
+
+
 if torch.cuda.is_available():  # a torch without CUDA comes without triton
     try:
-        import triton_kernels
+        from decoding import kernels
     except ImportError:
         pass  # `why_not` says so
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+
 PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
+
+
 FEW = 2**16  # numbers in the residual stream up to which few kernels beat kernels that are good at many rows
-
-
-def model_body(model):
-    """The part of a causal model before its head."""
-    return model.base_model
-
-
-def vocab_logits(model, hidden, tables=None):
-    """Float32 logits over the tokenizer's real ids: hidden (..., E) -> (..., V); over the whole head without `tables`.
-
-    Ids past the tokenizer do not exist, in sampling and in scoring alike (NeMo-RL#237).
-    """
-    num_real, missing = (None, None) if tables is None else (tables.num_real, tables.missing)
-    return real_logits(model.get_output_embeddings()(hidden), softcap(model), num_real, missing)
-
-
-def softcap(model):
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None) or None
-
-
-def real_logits(logits, cap, num_real=None, missing=None):
-    """What a head gives (..., W) -> float32 (..., num_real), as `vocab_logits` has it."""
-    logits = logits[..., :num_real].float()
-    logits = logits if cap is None else torch.tanh(logits / cap) * cap
-    return logits if missing is None else logits.masked_fill(missing, IMPOSSIBLE)
-
-
-@torch.no_grad()
-def check_head(model, name):
-    """Refuse a model whose logits are not what `vocab_logits` computes (a family that scales them in its own way)."""
-    ids = torch.arange(4, device=model.device).view(1, 4)
-    own = vocab_logits(model, model_body(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    whole = model(input_ids=ids, use_cache=False).logits.float()
-    if not whole.isfinite().all():
-        raise SettingError("model", name, "gives logits that are not finite: its weights are damaged")
-    if not torch.allclose(own, whole, atol=1e-2, rtol=1e-2):
-        remedy = f"a {model.config.model_type} model's head does more than a matrix product; add it to vocab_logits in backbones.py"
-        raise SettingError("model", name, remedy)
-
-
-def send(values, device):
-    """A list of whole numbers, or a tensor, on the device, without the host waiting for what the device still has to do."""
-    tensor = torch.as_tensor(values, dtype=None if torch.is_tensor(values) else torch.long)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def known(config):
-    """Whether a text model's config is of a known family and each of its layers sees everything before it."""
-    return config.model_type in FAMILIES and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-
-
-def attend_without_mask(model):
-    """Tell a known model, in place, that its rows have nothing on their left: no mask is asked for, and attention is causal without.
-
-    To find out by itself transformers compares the positions of each forward, and the host waits for the answer before it can launch the next kernel.
-    """
-    if known(model.config.get_text_config()) and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)  # a name that transformers knows no mask for
-        model.set_attn_implementation("sdpa_without_mask")
-
-
-class PlainBackbone:
-    """Any model, through its own forward and a cache that grows: prompts left-padded, all rows at the same step, no row taken in while others go on.
-
-    A DynamicCache without a config: Gemma-3's sliding layers keep all keys.
-    """
-
-    refills, logit_dtype = False, torch.float32
-
-    def __init__(self, model):
-        self.model, self.width = model, whole_blocks(len(model.get_input_embeddings().weight))
-        self.cache_name = "cache" if "cache" in inspect.signature(model_body(model).forward).parameters else "past_key_values"
-        self.embed = model.get_input_embeddings()
-
-    def hold(self):
-        pass
-
-    def reserve(self, rows, slots, prompt, length):
-        self.length = length
-
-    def prefill(self, prompts, slots, logits, rows, repeat):
-        """Each prompt once, then its cache for every path."""
-        ids, mask = (x.to(self.model.device) for x in pad_left(prompts, 0))
-        self.cache, self.steps = DynamicCache(), ids.shape[1]
-        made = self._forward(self.embed(ids), mask, (mask.long().cumsum(-1) - 1).clamp(min=0))
-        self.cache.batch_repeat_interleave(repeat)
-        self.attention = F.pad(mask, (0, self.length), value=True).repeat_interleave(repeat, 0)
-        logits[rows, : made.shape[1]] = made.repeat_interleave(repeat, 0)
-
-    def decode(self, x, rows, logits, place):
-        self.steps += 1
-        made = self._forward(x[:, None], self.attention[:, : self.steps], (rows.prompt_len + rows.t - 1)[:, None])
-        logits[:, : made.shape[1]] = made
-
-    def _forward(self, embeds, attention, positions):
-        out = model_body(self.model)(inputs_embeds=embeds, attention_mask=attention, position_ids=positions, use_cache=True, **{self.cache_name: self.cache})
-        return vocab_logits(self.model, out.last_hidden_state[:, -1])
-
-    def keep(self, order, longest):
-        self.cache.batch_select_indices(order)
-        self.attention = self.attention[order]
 
 
 class Shape(NamedTuple):
@@ -174,7 +74,9 @@ def into_attention(x, change, w: Layer, shape: Shape):
 
 
 def heads(projected, w: Layer, shape: Shape):
-    q, k, v = projected.view(projected.shape[0], -1, shape.head_dim).split([shape.heads, shape.key_heads, shape.key_heads], dim=1)
+    q, k, v = projected.view(projected.shape[0], -1, shape.head_dim).split(
+        [shape.heads, shape.key_heads, shape.key_heads], dim=1
+    )
     if w.q_norm is not None:
         q, k = rms_norm(q, w.q_norm, shape.eps), rms_norm(k, w.k_norm, shape.eps)
     return q, k, v
@@ -226,8 +128,16 @@ def attend(q, k, v, cos, sin, prompt, own, place, slot, path, prompt_len, own_le
         return x.unflatten(2, (G, H // K)).transpose(1, 2)[slot, path]
 
     q = q.view(n, K, H // K, D) * scale
-    far = by_slot(q) @ prompt_k.mT + torch.where(torch.arange(seen, device=q.device) < prompt_len[:S, None], 0.0, -torch.inf)[:, None, None]
-    near = q @ own_k.mT + torch.where(torch.arange(said, device=q.device) <= own_len[:, None], 0.0, -torch.inf)[:, None, None]
+    far = (
+        by_slot(q) @ prompt_k.mT
+        + torch.where(torch.arange(seen, device=q.device) < prompt_len[:S, None], 0.0, -torch.inf)[
+            :, None, None
+        ]
+    )
+    near = (
+        q @ own_k.mT
+        + torch.where(torch.arange(said, device=q.device) <= own_len[:, None], 0.0, -torch.inf)[:, None, None]
+    )
     weights = torch.cat((by_row(far), near), -1).softmax(-1)
     return (by_row(by_slot(weights[..., :seen]) @ prompt_v) + weights[..., seen:] @ own_v).flatten(1)
 
@@ -235,10 +145,14 @@ def attend(q, k, v, cos, sin, prompt, own, place, slot, path, prompt_len, own_le
 def why_not(model):
     """Why the fast path cannot serve this model, or None."""
     config = model.config.get_text_config()
-    if model.device.type == "cuda" and triton_kernels is None:
+    if model.device.type == "cuda" and kernels is None:
         return "triton is not installed"
     if not known(config):
-        return "sliding-window attention" if config.model_type in FAMILIES else f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
+        return (
+            "sliding-window attention"
+            if config.model_type in FAMILIES
+            else f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
+        )
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
@@ -258,11 +172,15 @@ class FastBackbone:
         body, config = model.base_model, model.config.get_text_config()
         self.model = model
         attention = body.layers[0].self_attn
-        self.shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)
+        self.shape = Shape(
+            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps
+        )
         self.scale = attention.scaling
         self.on_cuda = model.device.type == "cuda"
         functions = (into_attention, out_of_attention, head_input, enter_norm, leave_norm)
-        self.into, self.out_of, self.head, self.enter, self.leave = (torch.compile(f) if compiled else f for f in functions)
+        self.into, self.out_of, self.head, self.enter, self.leave = (
+            torch.compile(f) if compiled else f for f in functions
+        )
         self.pairs = []  # (parameter, the view it must be)
         self.layers = [self._layer(layer) for layer in body.layers]
         self.norm = self._keep(body.norm)
@@ -327,9 +245,13 @@ class FastBackbone:
         """Whether this is not the model's own forward: for a model that its config does not tell from those it can serve."""
         self.reserve(1, 1, 64, 1)
         ids = list(range(8))
-        theirs = self.model(input_ids=torch.tensor([ids], device=self.head_weight.device)).logits[0, -1].float()
+        theirs = (
+            self.model(input_ids=torch.tensor([ids], device=self.head_weight.device)).logits[0, -1].float()
+        )
         ours = self._prefill([ids], [0])[0, : len(theirs)].float()
-        return bool((ours - theirs).norm() > (0.05 if self.logit_dtype == torch.bfloat16 else 1e-3) * theirs.norm())
+        return bool(
+            (ours - theirs).norm() > (0.05 if self.logit_dtype == torch.bfloat16 else 1e-3) * theirs.norm()
+        )
 
     def row_bytes(self, tokens):
         """Memory of a row with a prompt of its own and `tokens` tokens in all."""
@@ -357,10 +279,16 @@ class FastBackbone:
         change = torch.zeros_like(x)
         for w, prompt in zip(self.layers, self.prompt, strict=True):
             x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
-            q, k, v = (t.view(m, P, -1, D).transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+            q, k, v = (
+                t.view(m, P, -1, D).transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v)
+            )
             prompt[0, slots, :, :P], prompt[1, slots, :, :P] = k, v
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=K != H)
-            x, change = self.out_of(*self.vary(x, attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=K != H
+            )
+            x, change = self.out_of(
+                *self.vary(x, attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape
+            )
         last = torch.arange(m, device=device) * P + lengths - 1
         return self.head(*self.vary(x[last], change[last]), self.norm, self.shape.eps) @ self.head_weight.T
 
@@ -373,18 +301,22 @@ class FastBackbone:
             change = torch.zeros_like(x)
             for i, w in enumerate(self.layers):
                 x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
-                x, change = self.out_of(*self.vary(x, self._attend(i, q, k, v, rows, own_len, place)), w, self.shape)
+                x, change = self.out_of(
+                    *self.vary(x, self._attend(i, q, k, v, rows, own_len, place)), w, self.shape
+                )
             last = self.head(*self.vary(x, change), self.norm, self.shape.eps)
         torch.mm(last, self.head_weight.T, out=logits)
 
     def _decode_few(self, x, rows, own_len):
         """The same in five kernels a layer: few rows wait for memory and for kernels to start."""
-        eps, counter, linear = self.shape.eps, self.counter, triton_kernels.few_rows_linear
-        x = triton_kernels.Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
+        eps, counter, linear = self.shape.eps, self.counter, kernels.few_rows_linear
+        x = kernels.Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
         norms = [w.norm_in for w in self.layers[1:]] + [self.norm]
         for i, (w, norm) in enumerate(zip(self.layers, norms, strict=True)):
             q, k, v = heads(linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
-            x = linear(self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
+            x = linear(
+                self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid
+            )
             inner = linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
             x = linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=norm)
         return self.leave(*self.vary(x.scaled, x.squares), eps)
@@ -393,8 +325,10 @@ class FastBackbone:
         tables, stored = (self.cos, self.sin), (self.prompt[i], self.own[i])
         if self.on_cuda:
             where = (rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter)
-            return triton_kernels.decode_attention(q, k, v, *tables, *stored, *where, self.scale)
-        return attend(q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale)
+            return kernels.decode_attention(q, k, v, *tables, *stored, *where, self.scale)
+        return attend(
+            q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale
+        )
 
     def vary(self, *tensors):
         """Tell the compiler that the number of rows changes from call to call."""

@@ -7,106 +7,27 @@ speaks of these checkpoints, not of a method.
 """
 
 import json
-import math
 import statistics
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
-from answers import parse_number
-from config import SettingError, read_yaml
+from errors import SettingError
+from reporting.files import read_yaml
+from reporting.statistics import DRAWS, _resampled, holm, mid_p, over_questions, smallest_difference
 
-DRAWS = 10_000  # of a bootstrap
-SETTINGS = ("dataset", "split", "answer_format", "grading", "max_completion_length", "temperature", "top_p", "top_k", "num_samples")
-
-
-# One evaluation
-
-
-def pass_at_k(samples, right, k):
-    """Chance that one of k answers is right, unbiased, from `right` of `samples` that were (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1)."""
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
-def majority(answers, scores):
-    """Whether the answer that most samples give is right: 1.0 or 0.0; answers that are equal numbers are one; of several the first that was given."""
-    keys = [None if a in (None, "") else parse_number(a) if parse_number(a) is not None else a for a in answers]
-    given = Counter(key for key in keys if key is not None)
-    if not given:
-        return 0.0
-    winner = max(given, key=lambda key: (given[key], -keys.index(key)))
-    return scores[keys.index(winner)]
-
-
-def over_questions(scores):
-    """Mean and 95% interval over questions: Wilson's where every score is 0 or 1, a percentile bootstrap else. [mean, low, high]"""
-    scores = np.asarray(scores, dtype=float)
-    mean = float(scores.mean())
-    if np.isin(scores, (0, 1)).all():
-        found = stats.binomtest(int(scores.sum()), len(scores)).proportion_ci(method="wilson")
-        return [round(v, 4) for v in (mean, float(found.low), float(found.high))]
-    if len(scores) < 2:
-        return [round(mean, 4), 0.0, 1.0]
-    means = _resampled(scores[None], np.random.default_rng(0))
-    return [round(float(v), 4) for v in (mean, *np.percentile(means, (2.5, 97.5)))]
-
-
-def sampled_statistics(records):
-    """pass@k and maj@k for k = 1, 2, 4, ... and all, and the mean, each [mean, low, high] over questions.
-
-    maj@k is the mean over n // k votes of k samples that follow each other: unbiased as pass@k is, from fewer of the choices there are.
-    """
-    scores = [r["exact_match"]["strict-match"] for r in records]
-    n = len(scores[0])
-    ks = sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
-    found = {f"pass@{k}": over_questions([pass_at_k(n, round(sum(s)), k) for s in scores]) for k in ks}
-    answers = [r["filtered_resps"]["strict-match"] for r in records]
-    for k in ks[1:]:
-        votes = [[majority(a[i : i + k], s[i : i + k]) for i in range(0, n - k + 1, k)] for a, s in zip(answers, scores, strict=True)]
-        found[f"maj@{k}"] = over_questions([statistics.fmean(v) for v in votes])
-    return {**found, f"mean@{n}": over_questions([statistics.fmean(s) for s in scores])}
-
-
-def _resampled(scores, generator):
-    """Means of bootstrap draws over questions, and over runs where there are several: scores (runs, questions) -> (DRAWS,)."""
-    runs, questions = scores.shape
-    means = np.empty(DRAWS)
-    for start in range(0, DRAWS, 500):
-        pick = generator.integers(questions, size=(500, questions))
-        if runs == 1:
-            means[start : start + 500] = scores[0][pick].mean(1)
-        else:
-            which = generator.integers(runs, size=(500, runs))
-            means[start : start + 500] = scores[which[:, :, None], pick[:, None, :]].mean((1, 2))
-    return means
-
-
-# Two evaluations
-
-
-def mid_p(gained, lost):
-    """Two-sided mid-p McNemar test of `gained` against `lost` questions (Fagerland et al. 2013, https://doi.org/10.1186/1471-2288-13-91)."""
-    n, few = gained + lost, min(gained, lost)
-    if n == 0:
-        return 1.0
-    return min(1.0, float(2 * stats.binom.cdf(few, n, 0.5) - stats.binom.pmf(few, n, 0.5)))
-
-
-def smallest_difference(discordant, questions):
-    """The difference in accuracy that a paired test on so many questions shows in 4 of 5 cases at 5%, with this share of discordant ones (Connor 1987)."""
-    return (1.96 + 0.84) * math.sqrt(max(discordant, 1.0 / questions) / questions)
-
-
-def holm(p_values):
-    """Holm's correction for several comparisons, in the order given."""
-    order, adjusted, largest = sorted(range(len(p_values)), key=lambda i: p_values[i]), [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+SETTINGS = (
+    "dataset",
+    "split",
+    "answer_format",
+    "grading",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "num_samples",
+)
 
 
 @dataclass
@@ -118,14 +39,19 @@ class Side:
 
     def scores(self):
         """(runs, questions): the mean of a question's samples."""
-        return np.array([[statistics.fmean(r["exact_match"]["strict-match"]) for r in run] for run in self.runs])
+        return np.array(
+            [[statistics.fmean(r["exact_match"]["strict-match"]) for r in run] for run in self.runs]
+        )
 
     def interval(self):
         """95%, of the accuracy: over questions, and over runs where there are several."""
         scores = self.scores()
         if len(scores) == 1:
             return over_questions(scores[0])[1:]
-        return [round(float(v), 4) for v in np.percentile(_resampled(scores, np.random.default_rng(0)), (2.5, 97.5))]
+        return [
+            round(float(v), 4)
+            for v in np.percentile(_resampled(scores, np.random.default_rng(0)), (2.5, 97.5))
+        ]
 
 
 def read_side(words):
@@ -134,11 +60,16 @@ def read_side(words):
     for word in words.split(","):
         folder = Path(word)
         try:
-            records = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+            records = [
+                json.loads(line)
+                for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+            ]
             report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
             report |= read_yaml(folder / "run_config.yaml")
         except (OSError, ValueError) as error:
-            raise SettingError("compare", word, f"is not a folder that grpo_eval.py wrote ({type(error).__name__})") from error
+            raise SettingError(
+                "compare", word, f"is not a folder that grpo_eval.py wrote ({type(error).__name__})"
+            ) from error
         runs.append((records, report))
         settings = settings or report
     side = Side(words, [runs[0][0]])
@@ -149,7 +80,11 @@ def read_side(words):
 
 def _aligned(first, records, settings, report, words):
     """Records in the order of the first's questions; refuses other questions, prompts or settings, and says which."""
-    differ = [f"{k} {settings.get(k)!r} and {report.get(k)!r}" for k in SETTINGS if k in settings and settings.get(k) != report.get(k)]
+    differ = [
+        f"{k} {settings.get(k)!r} and {report.get(k)!r}"
+        for k in SETTINGS
+        if k in settings and settings.get(k) != report.get(k)
+    ]
     if differ:
         raise SettingError("compare", words, "the evaluations were made differently: " + ", ".join(differ))
     found = {(r["doc_id"], r["prompt_hash"], r["target"]): r for r in records}
@@ -157,7 +92,9 @@ def _aligned(first, records, settings, report, words):
     if missing or len(records) != len(first):
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise SettingError(
-            "compare", words, f"has other questions or prompts: {len(first)} there, {len(records)} here; {len(missing)} without a partner ({shown})"
+            "compare",
+            words,
+            f"has other questions or prompts: {len(first)} there, {len(records)} here; {len(missing)} without a partner ({shown})",
         )
     return [found[r["doc_id"], r["prompt_hash"], r["target"]] for r in first]
 
@@ -171,7 +108,9 @@ def compare_two(a, b):
         draws = _resampled(right - left, generator)  # the same questions on both sides
     else:
         draws = _resampled_sides(left, right, generator)
-    greedy = bool(np.isin(left, (0, 1)).all() and np.isin(right, (0, 1)).all() and len(left) == len(right) == 1)
+    greedy = bool(
+        np.isin(left, (0, 1)).all() and np.isin(right, (0, 1)).all() and len(left) == len(right) == 1
+    )
     gap = right.mean(0) - left.mean(0)
     gained, lost = int((gap > 0).sum()), int((gap < 0).sum())
     p = mid_p(gained, lost) if greedy else _p_of_draws(draws)
@@ -189,7 +128,9 @@ def _resampled_sides(left, right, generator):
     questions, draws = left.shape[1], np.empty(DRAWS)
     for i in range(DRAWS):
         pick = generator.integers(questions, size=questions)
-        means = [side[generator.integers(len(side), size=len(side))][:, pick].mean() for side in (left, right)]
+        means = [
+            side[generator.integers(len(side), size=len(side))][:, pick].mean() for side in (left, right)
+        ]
         draws[i] = means[1] - means[0]
     return draws
 
@@ -217,11 +158,19 @@ def compare(words, shown=5):
         found["p_holm"] = p
         seeds = len(first.runs) > 1 and len(side.runs) > 1
         low, high = found["difference_ci95"]
-        what = "over seeds and questions" if seeds else "of these checkpoints, which says nothing of the method that made them"
+        what = (
+            "over seeds and questions"
+            if seeds
+            else "of these checkpoints, which says nothing of the method that made them"
+        )
         text += [
             f"{side.name} against {first.name}, {found['questions']} questions: {found['accuracy_a']:.3f} -> {found['accuracy_b']:.3f}, "
             f"difference {found['difference']:+.3f} (95% interval {low:+.3f} to {high:+.3f}, {what}); {found['test']} p = {found['p']:.3g}"
-            + (f", {p:.3g} after Holm's correction for {len(results)} comparisons" if len(results) > 1 else ""),
+            + (
+                f", {p:.3g} after Holm's correction for {len(results)} comparisons"
+                if len(results) > 1
+                else ""
+            ),
             f"{found['gained']} questions gained, {found['lost']} lost; so many questions show a difference of "
             f"{found['smallest_difference']:.3f} in 4 of 5 cases.",
         ]

@@ -1,0 +1,118 @@
+"""How answers are written: system prompt, delimiter that ends the reasoning, and how the answer is found in a text."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def completion_text(completion):
+    """The text of a completion: a string, or chat messages, of which the last one counts. None for anything else."""
+    if isinstance(completion, list | tuple) and completion and isinstance(completion[-1], dict):
+        completion = completion[-1].get("content")
+        if isinstance(completion, list | tuple):  # content in parts, as multimodal chat templates have it
+            completion = "".join(
+                part["text"]
+                for part in completion
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )
+    return completion if isinstance(completion, str) else None
+
+
+def _last_answer_tag(text):
+    _, tag, rest = text.rpartition("<answer>")
+    answer, closing, _ = rest.partition("</answer>")
+    return answer.strip() if tag and closing else None
+
+
+def last_hash(text):
+    _, marker, rest = text.rpartition("####")
+    return re.match(r"[^\r\n]*", rest)[0].strip() or None if marker else None
+
+
+# `\\boxed` with a doubled backslash is still a box; any other escaped backslash or brace opens and closes nothing
+BRACES = re.compile(r"\\(boxed|fbox)\s*\{|\\\\(?!boxed|fbox)|\\[{}]|([{}])")
+
+
+def _last_box(text):
+    r"""The last \boxed{} whose braces balance, else the last such \fbox{}; one pass, since "\boxed{" * 100,000 is a text too."""
+    first = re.search(r"\\(?:boxed|fbox)", text)
+    opened, last = [], {}
+    for token in BRACES.finditer(text, first.start()) if first else ():
+        kind, brace = token.groups()
+        if kind or brace == "{":
+            opened.append((kind, token.end()))
+        elif brace and opened:
+            kind, start = opened.pop()
+            if kind:
+                last[kind] = max(last.get(kind, (0, 0)), (start, token.start()))
+    start, end = last.get("boxed") or last.get("fbox") or (0, -1)
+    return text[start:end].strip() if end >= 0 else None
+
+
+def _r1_answer(text):
+    answer = _last_answer_tag(text)
+    boxed = None if answer is None else _last_box(answer)
+    return answer if boxed is None else boxed
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How answers are asked for, written and found. `think_end` is the text whose completion ends the reasoning (design.md, M3PO)."""
+
+    name: str
+    system_prompt: str
+    think_end: str
+    tags: tuple[str, ...]  # each is worth 0.2 in format_reward
+    template: str
+    find: Callable[[str], str | None]
+
+    def extract(self, text):
+        """The answer in a completion, trimmed, or None. A literal `...` is the prompt's placeholder, not an answer."""
+        text = completion_text(text)
+        answer = None if text is None else self.find(text)
+        return None if answer == "..." else answer
+
+    def write(self, reasoning, answer):
+        """A solution in this format, for supervised training."""
+        return self.template.format(reasoning=reasoning, answer=answer)
+
+
+SYSTEM_PROMPT = (
+    "Respond in the following format:\n\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
+)
+
+
+R1_PROMPT = "Think first, then answer. Respond in the following format:\n\n<think>\n...\n</think>\n<answer>\n...\n</answer>\n"
+
+
+HASH_PROMPT = "Solve the problem step by step. Finish with a line that holds #### and the final number, in this format:\n\n#### ...\n"
+
+
+BOXED_PROMPT = "Solve the problem step by step. Put the final answer into a box, in this format:\n\nThe answer is \\boxed{...}.\n"
+
+
+ANSWER_BLOCK = "<answer>\n{answer}\n</answer>"
+
+
+ANSWER_FORMATS = {
+    made.name: made
+    for made in (
+        AnswerFormat("xml", SYSTEM_PROMPT, "</reasoning>", ("<reasoning>", "</reasoning>", "<answer>", "</answer>"),
+                     "<reasoning>\n{reasoning}\n</reasoning>\n" + ANSWER_BLOCK + "\n", _last_answer_tag),
+        AnswerFormat("hash", HASH_PROMPT, "####", ("####",), "{reasoning}\n#### {answer}", last_hash),
+        AnswerFormat("boxed", BOXED_PROMPT, "\\boxed{", ("\\boxed{",), "{reasoning}\nThe answer is \\boxed{{{answer}}}.", _last_box),
+        AnswerFormat("r1", R1_PROMPT, "</think>", ("<think>", "</think>", "<answer>", "</answer>"),
+                     "<think>\n{reasoning}\n</think>\n" + ANSWER_BLOCK, _r1_answer),
+    )
+}  # fmt: skip
+
+
+def answer_format_named(name):
+    if name not in ANSWER_FORMATS:
+        raise ValueError(f"answer_format {name!r} is unknown: must be one of {', '.join(ANSWER_FORMATS)}")
+    return ANSWER_FORMATS[name]
+
+
+def extract_answer(text, answer_format="xml"):
+    """The answer in a completion (a string or chat messages), or None; never "the last number in the text"."""
+    return answer_format_named(answer_format).extract(text)

@@ -1,0 +1,1 @@
+"""Prompts in; ids, log-probs and mixing weights out."""

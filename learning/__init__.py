@@ -1,0 +1,1 @@
+"""The policy: loaded, scored on what was sampled, stepped."""

@@ -1,0 +1,1 @@
+"""What is asked: problems, where they come from, and their prompts. Loads no torch."""

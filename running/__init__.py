@@ -1,0 +1,1 @@
+"""What surrounds a step: settings, processes, folder, log, checkpoints, evaluation."""
