@@ -14,22 +14,10 @@ import pytest
 import torch
 
 import grpo_train
-from conftest import a_model_and_problems, paid
 from errors import DataError, RunError, SettingError
 from running.parsing import parse_config, run_main
-
-
-@pytest.fixture(scope="session")
-def start(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
-    a_model_and_problems(folder, "llama", tokenizer)
-    return folder
-
-
-def settings_of(start, out, **more):
-    small = dict(model=str(start / "model"), dataset=str(start), output_dir=str(out), batch_size=2, num_steps=3, num_generations=3, max_completion_length=12,
-                 eval_every=0, cpu_threads=1, beta=0.0)  # fmt: skip
-    return grpo_train.Config(**{**small, **more})
+from small_faults import settings_of
+from small_models import paid
 
 
 def test_a_reward_that_hangs_is_named_with_its_limit_and_ends_the_process():
@@ -68,25 +56,29 @@ FLAT = {
 
 
 @pytest.mark.parametrize(("paid", "words"), FLAT.items())
-def test_rewards_that_say_nothing_are_warned_of_once(start, tmp_path, capsys, paid, words):
+def test_rewards_that_say_nothing_are_warned_of_once(fault_start, tmp_path, capsys, paid, words):
     (tmp_path / "flat.py").write_text(
         f"def flat(completions, **kwargs):\n    return [{paid}] * len(completions)\n"
     )
     grpo_train.train(
-        settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], warn_after=2, num_steps=4)
+        settings_of(
+            fault_start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], warn_after=2, num_steps=4
+        )
     )
     printed = capsys.readouterr().out
     assert printed.count("WARNING") == 1
     assert words in printed
 
 
-def test_a_reward_that_switches_gradients_off_switches_off_its_own(start, tmp_path):
+def test_a_reward_that_switches_gradients_off_switches_off_its_own(fault_start, tmp_path):
     """The update ended in a traceback of torch's: there was nothing to take a gradient of."""
     (tmp_path / "off.py").write_text(
         "import torch\ntorch.set_grad_enabled(False)\ndef off(completions, **kwargs):\n    return list(range(len(completions)))\n"
     )
     try:
-        grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/off.py:off"], num_steps=1))
+        grpo_train.train(
+            settings_of(fault_start, tmp_path / "out", reward=[f"{tmp_path}/off.py:off"], num_steps=1)
+        )
     finally:
         torch.set_grad_enabled(True)
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["grad_norm"] > 0
@@ -99,7 +91,7 @@ def test_a_reward_that_switches_gradients_off_switches_off_its_own(start, tmp_pa
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
     ],
 )
-def test_no_memory_for_a_rollout_is_one_line(error, start, tmp_path, monkeypatch, capsys):
+def test_no_memory_for_a_rollout_is_one_line(error, fault_start, tmp_path, monkeypatch, capsys):
     """Only the update said what would do; 100,000 problems a step ended in a traceback."""
 
     def rollout(*args, **kwargs):
@@ -108,7 +100,7 @@ def test_no_memory_for_a_rollout_is_one_line(error, start, tmp_path, monkeypatch
     monkeypatch.setattr(grpo_train.GroupDecoder, "rollout", rollout)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        run_main(lambda: grpo_train.train(settings_of(start, tmp_path / "out")))
+        run_main(lambda: grpo_train.train(settings_of(fault_start, tmp_path / "out")))
     signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 1
     assert "emory" in (said := capsys.readouterr().err)
@@ -133,85 +125,16 @@ def test_a_run_whose_output_nobody_reads_any_more_says_so_in_one_line():
     assert first.wait() == 1
 
 
-def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(start, tmp_path, recwarn):
+def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(fault_start, tmp_path, recwarn):
     """It said that the schedule was called in the wrong order, in two lines that look like a traceback."""
     (tmp_path / "flat.py").write_text(
         "def flat(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
-    grpo_train.train(settings_of(start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], num_steps=1))
+    grpo_train.train(
+        settings_of(fault_start, tmp_path / "out", reward=[f"{tmp_path}/flat.py:flat"], num_steps=1)
+    )
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
-
-# --check
-
-
-def check(config, capsys):
-    grpo_train.preflight.report(config, grpo_train.reward_functions(config))
-    return capsys.readouterr().out
-
-
-def test_the_check_says_what_a_run_would_do_and_leaves_nothing(start, tmp_path, capsys):
-    printed = check(settings_of(start, tmp_path / "out", eval_problems=4, eval_every=2), capsys)
-    for words in ("batch_size: 2", "a completion ends on: ['<|endoftext|>', '<|im_end|>'] or after 12 tokens", "26 to train on, 4 held out, 0 skipped",
-                  "2 problems x 3 = 6 completions", "3 steps = 18 completions", "memory, GiB: policy", "a checkpoint:", "gold answers: 26 of 26 earn 2.8",
-                  "near misses of", "two answers 0.8", "nothing 0", "pass rate: 0.000 on 26 problems x 3", "Begin with --warm_start"):  # fmt: skip
-        assert words in printed, words
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_check_waits_for_a_warm_start(start, tmp_path, capsys):
-    assert "a warm start comes first" in check(
-        settings_of(start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "No such file"),
-        ("batch_size: 0", "batch_size=0: must be at least 1"),
-        ("mu: 2", "no such setting"),
-    ],
-)
-def test_a_bad_warm_start_is_refused_before_anything_and_named(start, tmp_path, text, words):
-    """--check said nothing of it, and the run spoke of a `config` that nobody had given."""
-    if text is not None:
-        (tmp_path / "sft.yaml").write_text(text)
-    with pytest.raises(SettingError, match=f"^warm_start=.*{words}"):
-        settings_of(start, tmp_path / "out", warm_start=str(tmp_path / "sft.yaml"))
-
-
-def test_the_check_refuses_answers_that_no_reward_pays(start, tmp_path, capsys):
-    (tmp_path / "words.jsonl").write_text(
-        json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n"
-    )
-    with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
-        check(settings_of(start, tmp_path / "out", dataset=str(tmp_path / "words.jsonl")), capsys)
-
-
-def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(start, tmp_path, capsys):
-    """`3 of 3 earn nan`, where the first answer earned nothing that is a number."""
-    (tmp_path / "even.py").write_text(
-        "def even(completions, answer, **kwargs):\n    return [None if int(a) % 4 else float(a in c[0]['content']) for a, c in zip(answer, completions)]\n"
-    )
-    (tmp_path / "three.jsonl").write_text(
-        "".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8))
-    )
-    printed = check(
-        settings_of(
-            start,
-            tmp_path / "out",
-            dataset=str(tmp_path / "three.jsonl"),
-            reward=[f"{tmp_path}/even.py:even"],
-        ),
-        capsys,
-    )
-    assert "gold answers: 2 of 3 earn 1" in printed
-    assert "train-0: '1' earns nan" in printed
-
-
-# Settings at random
 
 VALUES = {int: [0, 1, 2, 3, -1, 10**6, "x"], float: [0.0, 0.5, 1.0, 1.5, 1e-9, 1e9, -1.0, "nan", "inf", ""], bool: [True, False, "perhaps"],
           str: ["", "none", "xml", "grpo", "no such"]}  # fmt: skip
@@ -233,7 +156,7 @@ def one_step(words):
 
 
 @pytest.mark.slow
-def test_500_random_settings_run_a_step_or_are_refused_in_one_line(start, tmp_path):
+def test_500_random_settings_run_a_step_or_are_refused_in_one_line(fault_start, tmp_path):
     draw, ran, refused = random.Random(0), 0, 0
     fields = grpo_train.Config.__dataclass_fields__
     names = [n for n in grpo_train.Config.__dataclass_fields__ if n not in (
@@ -244,8 +167,8 @@ def test_500_random_settings_run_a_step_or_are_refused_in_one_line(start, tmp_pa
         chosen = draw.sample(names, 3)
         words = [w for name in chosen for w in (f"--{name}", str(random_value(draw, fields[name].default)))]
         fixed = dict(
-            model=start / "model",
-            dataset=start,
+            model=fault_start / "model",
+            dataset=fault_start,
             output_dir=tmp_path / str(i % 7),
             batch_size=1,
             num_steps=1,

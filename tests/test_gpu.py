@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import build_model
 from decoding.decoder import GroupDecoder
 from decoding.fast_model import attend, rms_norm
 from decoding.rollout import Interaction, pad_left, rollout_uniforms
@@ -17,6 +16,7 @@ from grpo_train import Config
 from learning.log_probs import Scorer, make_scorer
 from learning.models import refresh
 from m3po_module import cosines, products
+from small_models import build_model
 
 pytestmark = [
     pytest.mark.gpu,

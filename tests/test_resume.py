@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 import grpo_train
 import sft_train
-from conftest import a_model_and_problems
 from errors import RunError, SettingError
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import FREE, checkpoints, damage, data_fingerprint
 from running.run import Stop
+from small_models import a_model_and_problems
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_train
-from conftest import paid
 from errors import RewardError
 from problems.problem import Problem
 from problems.sources import load_problems
@@ -43,6 +42,7 @@ from rewards import (
     xml_share_reward,
     xmlcount_reward,
 )
+from small_models import paid
 
 GRADED = Path(__file__).parents[2] / "shared" / "cases" / "grading.jsonl"
 

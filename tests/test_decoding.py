@@ -8,7 +8,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from conftest import build_model
 from decoding import fast_model
 from decoding.any_model import check_head, vocab_logits
 from decoding.decoder import GroupDecoder
@@ -17,6 +16,7 @@ from decoding.rollout import Interaction, pad_left, rollout_uniforms
 from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
 from decoding.tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
 from errors import SettingError
+from small_models import build_model
 
 T = 24
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import grpo_eval
-from conftest import build_model
 from decoding.server import connect
 from errors import RunError, SettingError
 from running.folder import save_model
+from small_models import build_model
 
 
 @pytest.fixture

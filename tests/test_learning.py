@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import grpo_train
-from conftest import FAMILIES, build_model
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, pad_left, rollout_uniforms
 from decoding.tokens import token_tables
@@ -26,6 +25,7 @@ from problems.problem import Problem
 from running.evaluation import held_out_accuracy, unless_stopped
 from running.folder import save_adapter, save_model
 from running.run import problem_batch, steps_to_do
+from small_models import FAMILIES, build_model
 
 G, T = 3, 24
 

@@ -1,0 +1,66 @@
+"""A small model, and the shipped recipes cut down to it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo_train
+from running.folder import save_model
+from small_models import build_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def missing(*packages):
+    return pytest.mark.skipif(
+        any(importlib.util.find_spec(p) is None for p in packages), reason=f"needs {' and '.join(packages)}"
+    )
+
+
+@pytest.fixture(scope="session")
+def recipe_start(tokenizer, tmp_path_factory):
+    """A small random model and made-up problems with worked solutions, levels and subjects."""
+    folder = tmp_path_factory.mktemp("start")
+    save_model(build_model("llama", tokenizer), tokenizer, folder / "model", torch.float32)
+    subjects = ("Algebra", "Geometry")
+    for split in ("train", "test"):
+        rows = [{"problem": f"What is {i} halves?", "solution": f"It is \\boxed{{\\frac{{{i}}}{{2}}}}.", "answer": f"\\frac{{{i}}}{{2}}", "level": 1 + i % 3,
+                 "subject": subjects[i % 2]} for i in range(1, 13)]  # fmt: skip
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+SMALL = dict(
+    num_steps=2,
+    num_epochs=None,
+    batch_size=2,
+    max_completion_length=24,
+    eval_every=2,
+    eval_problems=3,
+    report_to=None,
+    cpu_threads=1,
+    warmup_ratio=0.0,
+)
+
+
+def config_of(recipe, recipe_start, out, script, **settings):
+    given = script.__dict__.get("settings_from_file") or grpo_train.settings_from_file
+    small = {**SMALL, "num_generations": 4} if script is grpo_train else SMALL
+    values = {
+        **given(script.Config, ROOT / "configs" / f"{recipe}.yaml"),
+        **small,
+        "model": str(recipe_start / "model"),
+        "dataset": str(recipe_start),
+        "output_dir": str(out),
+    }
+    return script.Config(**{**values, **settings})
+
+
+@pytest.fixture(scope="session")
+def recipe_run(recipe_start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("recipe_run") / "my-model"
+    grpo_train.train(config_of("oneshot", recipe_start, out, grpo_train, eval_every=2))
+    return out

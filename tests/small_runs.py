@@ -1,0 +1,87 @@
+"""Short runs of the whole job, made once a session."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_train
+from grpo_train import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+SHORT = [
+    "--config",
+    "configs/tiny.yaml",
+    "--num_steps",
+    "3",
+    "--eval_every",
+    "3",
+    "--eval_problems",
+    "20",
+    "--batch_size",
+    "3",
+    "--num_generations",
+    "4",
+    "--limit",
+    "600",
+]
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """A warm start of 20 steps, shared by the tests that need one."""
+    folder = tmp_path_factory.mktemp("warm") / "sft"
+    settings = grpo_train.settings_from_file(
+        grpo_train.sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml"
+    )
+    settings |= dict(
+        model="tiny",
+        dataset="arithmetic",
+        num_steps=20,
+        max_completion_length=48,
+        output_dir=str(folder),
+        cpu_threads=1,
+    )
+    grpo_train.sft_train.train(grpo_train.sft_train.Config(**settings))
+    return folder
+
+
+def run_short(warm, out, *flags):
+    return grpo_train.train(
+        grpo_train.parse_config(
+            Config, [*SHORT, "--warm_start", "none", "--model", str(warm), "--output_dir", str(out), *flags]
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(warm, tmp_path_factory):
+    return run_short(warm, tmp_path_factory.mktemp("run") / "out", "--save_every", "2", "--beta", "0.04")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(metrics):
+    return [{k: v for k, v in m.items() if "seconds" not in k and "per_s" not in k} for m in metrics]
+
+
+def command(*words, nproc=None):
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, words)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -1,0 +1,90 @@
+"""The model card and the upload."""
+
+import pytest
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
+from transformers import pipeline
+
+import grpo_train
+from errors import RunError, SettingError
+from reporting import card
+from running.parsing import parse_config
+from small_recipes import config_of
+
+
+def test_the_card_tells_what_was_done_and_loads(recipe_run):
+    card = ModelCard.load(recipe_run / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+    assert "| `reward_set` | oneshot |" in card.text
+    assert "problems held out" in card.text
+    assert "lora_alpha" not in card.text
+    low, high = (card.text.split("| after | ")[1].split("(")[1].split(")")[0].split(" to "))[:2]
+    assert 0 <= float(low) < float(high) <= 1
+    code = card.text.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+
+
+def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(
+        card.HfApi, "create_repo", lambda self, *args, **kwargs: calls.append(("create", args, kwargs))
+    )
+    monkeypatch.setattr(
+        card.HfApi,
+        "upload_folder",
+        lambda self, **kwargs: calls.append(("upload", kwargs)) or "https://example.org/me/mine",
+    )
+    config = config_of(
+        "oneshot",
+        recipe_start,
+        tmp_path / "out",
+        grpo_train,
+        push_to_hub=True,
+        hub_model_id="me/mine",
+        save_every=1,
+    )
+    grpo_train.train(config)
+    (tmp_path / "out" / "wandb" / "run").mkdir(parents=True)
+    (tmp_path / "out" / "wandb" / "run" / "tokenizer.json").write_text("{}")
+    (_, args, kwargs), (_, upload) = calls
+    assert args == ("me/mine",)
+    assert kwargs == {"private": True, "exist_ok": True}
+    files = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()]
+    sent = set(
+        filter_repo_objects(
+            files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]
+        )
+    )
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+    } <= sent
+    assert not any("/" in name or "jsonl" in name or "run_config" in name for name in sent), (
+        "no checkpoint, no log, no path of this machine"
+    )
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    assert any("checkpoint-1/" in name for name in files)
+    assert "uploaded to https://example.org/me/mine" in capsys.readouterr().out
+
+    def refuses(self, *args, **kwargs):
+        raise OSError("401 unauthorized")
+
+    monkeypatch.setattr(card.HfApi, "create_repo", refuses)
+    with pytest.raises(
+        RunError, match=r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"
+    ):
+        card.push(config, tmp_path / "out")
+    with pytest.raises(SettingError, match="hub_model_id"):
+        parse_config(grpo_train.Config, ["--push_to_hub", "true"])
+
+
+def test_the_saved_model_loads_in_a_plain_pipeline(recipe_run):
+    ask = pipeline("text-generation", str(recipe_run))
+    reply = ask([{"role": "user", "content": "What is 3 halves?"}], max_new_tokens=8, do_sample=False)[0][
+        "generated_text"
+    ][-1]
+    assert reply["role"] == "assistant"

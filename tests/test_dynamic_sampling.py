@@ -1,0 +1,160 @@
+"""Dynamic sampling: groups without a signal give way to fresh problems."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo_train
+from decoding.any_model import vocab_logits
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.step import draw
+from learning import inspection
+from learning.inspection import interaction_effect
+from learning.log_probs import Scorer
+from small_models import build_model
+from small_recipes import config_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sampled(tokenizer, prompts, G, length, seed=0):
+    decoder = GroupDecoder(build_model("qwen2", tokenizer), tokenizer, "e", Interaction(0.3))
+    ids, mask = pad_left(prompts, decoder.tables.pad_id)
+    return decoder, decoder.rollout(
+        ids, mask, G, length, rollout_uniforms(seed, 0, 0, len(prompts) * G, length)
+    )
+
+
+def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokenizer, prompts):
+    """Other prompt lengths, other completion lengths, M3PO on: the groups keep what was recorded of them."""
+    decoder, rollout = sampled(tokenizer, prompts[:3], 4, 12)
+    _, other = sampled(tokenizer, [prompts[3], prompts[0] + prompts[1]], 4, 20, seed=1)
+    joined = rollout.with_groups([2, 0], other, decoder.tables.pad_id)
+    rows = torch.arange(12)
+    logp, _ = Scorer(decoder.model, decoder.tables)(joined, rows)
+    assert torch.allclose(logp, joined.logp, atol=1e-4)
+    width = other.ids.shape[1]
+    assert torch.equal(joined.ids[8:, :width], other.ids[:4])
+    assert torch.equal(joined.ids[:4, :width], other.ids[4:])
+    assert torch.equal(joined.ids[4:8, :12], rollout.ids[4:8, :12])
+    assert torch.equal(
+        joined.mask.sum(-1), torch.cat([other.lengths[4:], rollout.lengths[4:8], other.lengths[:4]])
+    )
+
+
+PAYS_SOME = """
+def pays(prompts, completions, **kwargs):  # no signal for half of the problems
+    return [float(len(c[0]["content"]) % 3) * (len(p[0]["content"]) % 2) for p, c in zip(prompts, completions)]
+"""
+
+
+def test_groups_without_a_signal_give_way_to_fresh_problems(recipe_start, tmp_path):
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    runs = {}
+    for extra in (0, 3):
+        config = config_of(
+            "oneshot",
+            recipe_start,
+            tmp_path / str(extra),
+            grpo_train,
+            reward=[f"{tmp_path}/pays.py:pays"],
+            dynamic_sampling=extra,
+            batch_size=4,
+            eval_every=0,
+        )
+        grpo_train.train(config)
+        runs[extra] = [
+            json.loads(line) for line in (tmp_path / str(extra) / "metrics.jsonl").read_text().splitlines()
+        ]
+    assert runs[0][0]["frac_reward_zero_std"] > 0
+    assert all(m["frac_reward_zero_std"] < runs[0][0]["frac_reward_zero_std"] for m in runs[3][:1])
+    assert runs[3][0]["extra_rollouts"] >= 1
+    assert runs[3][0]["replaced_groups"] >= 1
+    assert "extra_rollouts" not in runs[0][0]
+
+
+def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_step(
+    recipe_start, tmp_path, monkeypatch
+):
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    drawn, honest = [], grpo_train.problem_batch
+    monkeypatch.setattr(
+        grpo_train,
+        "problem_batch",
+        lambda count, size, first, seed: drawn.append((first, size)) or honest(count, size, first, seed),
+    )
+    settings = dict(
+        reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=4, eval_every=0, num_steps=3
+    )
+    grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **settings))
+    assert len(drawn) > 3, "some groups gave way"
+    assert all(first + size == following for (first, size), (following, _) in itertools.pairwise(drawn))
+
+
+def test_what_listening_changed_is_asked_with_the_draws_of_the_group_that_stayed(
+    recipe_start, tmp_path, monkeypatch
+):
+    """A group that gave way was drawn anew, and was read again with the draws of the one before it: nearly every token "would have been another"."""
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    again = []
+
+    def spy(scorer, rollout, uniforms):
+        for g in range(rollout.num_generations):
+            logits = (
+                vocab_logits(scorer.model, scorer.hidden(rollout, [g])[0], scorer.tables)
+                / rollout.temperature
+            )
+            again.append(
+                draw(logits, uniforms[g, : len(logits)])[0].tolist() == rollout.ids[g, : len(logits)].tolist()
+            )
+        return interaction_effect(scorer, rollout, uniforms)
+
+    monkeypatch.setattr(inspection, "interaction_effect", spy)
+    settings = dict(
+        reward=[f"{tmp_path}/pays.py:pays"],
+        dynamic_sampling=2,
+        batch_size=2,
+        eval_every=0,
+        num_steps=4,
+        inspect_every=1,
+        m3po_lambda=0.3,
+    )
+    grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **settings))
+    assert len(again) == 4 * 4
+    assert all(again)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_is_the_same_on_two_processes(recipe_start, tmp_path):
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    rows = {}
+    for processes in ("1", "2"):
+        flags = dict(config="configs/oneshot.yaml", model=recipe_start / "model", dataset=recipe_start, reward=f"{tmp_path}/pays.py:pays", report_to="none",
+                     dynamic_sampling=3, batch_size=5, num_generations=4, num_steps=2, max_completion_length=16, eval_every=0, learning_rate=1e-4,
+                     num_processes=processes, output_dir=tmp_path / processes)  # fmt: skip
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "grpo_train.py", *map(str, words)],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        rows[processes] = [
+            json.loads(line) for line in (tmp_path / processes / "rollouts.jsonl").read_text().splitlines()
+        ]
+    keys = ("step", "example_id", "generation", "completion", "reward")
+    one, two = (
+        sorted(tuple(row[k] for k in keys) for row in rows[p] if row["step"] == 1) for p in ("1", "2")
+    )
+    assert one == two

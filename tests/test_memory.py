@@ -1,0 +1,143 @@
+"""Micro-batches and how many tokens fit, on a card that is made up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from errors import RunError
+from grpo_train import Config
+from learning.log_probs import Scorer
+from learning.memory import TokenBudget, micro_batches, row_lengths
+from small_update import advantages_for, setup, update
+
+
+class SmallMemory(Scorer):
+    """Runs out of memory on more than `rows` rows, or now and then in the middle of a backward."""
+
+    rows = 3
+
+    def forward(self, rollout, rows):
+        logp, entropy = super().forward(rollout, rows)
+        if len(rows) > self.rows and torch.is_grad_enabled():
+            logp.register_hook(self.fail)
+        return logp, entropy
+
+    def fail(self, _):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tokenizer, prompts, capsys):
+    results = []
+    for kind in (Scorer, SmallMemory):
+        config, model, out, parts = setup(tokenizer, prompts, mu=2, beta=0.1, micro_batch_tokens=10**6)
+        parts[1] = kind(model, parts[1].tables)
+        metrics = update(parts, out, advantages_for(out), config)
+        results.append(([p.detach().clone() for p in model.parameters()], metrics))
+    (whole, metrics), (halved, halved_metrics) = results
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, halved, strict=True))
+    assert metrics == pytest.approx(halved_metrics, rel=1e-3, abs=1e-5)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
+    assert len(lines) == 1, "said once, and not again in the second pass"
+
+
+def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(tokenizer, prompts):
+    config, model, out, parts = setup(tokenizer, prompts)
+    parts[1] = SmallMemory(model, parts[1].tables)
+    parts[1].rows = 0
+    with pytest.raises(RunError, match=r"one sequence of \d+ tokens: try --gradient_checkpointing"):
+        update(parts, out, advantages_for(out), config)
+
+
+class Card:
+    """Memory of a GPU as `TokenBudget.find` asks for it: a fixed part, and so much for each token that is there, a third of it where it recomputes."""
+
+    def __init__(self, monkeypatch, scorer, free, fixed, each):
+        self.scorer, self.peak, self.fixed, self.each = scorer, 0, fixed, each
+        self.free, self.room = free, free
+        for name, answer in dict(
+            memory_allocated=lambda: 100, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 100 + self.peak, empty_cache=lambda: None,
+            mem_get_info=self.info,
+        ).items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, answer)
+        self.forward, scorer.forward = scorer.forward, self.watched
+
+    def info(self):
+        held = sum(p.grad.numel() * 4 for p in self.scorer.parameters() if p.grad is not None)
+        return self.free - held, self.free
+
+    def watched(self, rollout, rows):
+        lengths = (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths)[
+            rows
+        ]
+        each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
+        self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)
+        if self.peak > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.forward(rollout, rows)
+
+
+@pytest.mark.parametrize(
+    ("room", "checkpointing", "recomputes"),
+    [(300, "auto", True), (300, "off", False), (5000, "auto", False), (300, "on", True)],
+)
+def test_the_token_budget_is_what_the_free_memory_holds(
+    tokenizer, prompts, monkeypatch, room, checkpointing, recomputes
+):
+    """Beside gradients, moments and a part that does not grow with the tokens; the longest prompt and the longest completion are of different rows."""
+    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
+    model.train()
+    budget, weights, each, fixed = (
+        TokenBudget(config, model),
+        sum(p.numel() for p in model.parameters()),
+        30_000,
+        4_000_000,
+    )
+    Card(monkeypatch, parts[1], 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
+    budget.find(parts[0], parts[1], out)
+    assert budget.recomputes == model.is_gradient_checkpointing == recomputes
+    assert budget.tokens == pytest.approx(room * (3 if recomputes else 1), rel=0.01)
+    assert all(p.grad is None for p in model.parameters()), "the trial leaves nothing"
+
+
+def test_a_trial_that_does_not_fit_leaves_no_gradient_behind(tokenizer, prompts, monkeypatch):
+    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing="off")
+    card = Card(monkeypatch, parts[1], 10**9, 1000, 1000)
+    card.room = 1000 + 2500 * max(row_lengths(out))  # a row or two fit, all of them do not
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
+    budget = TokenBudget(config, model)
+    budget.find(parts[0], parts[1], out)
+    assert budget.tokens > 1
+    assert all(p.grad is None for p in model.parameters())
+    card.room = 0
+    with pytest.raises(RunError, match="nothing is left for the update"):
+        TokenBudget(config, model).find(parts[0], parts[1], out)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_auto_recomputes_before_it_gives_up(tokenizer, prompts):
+    """With a number of tokens given, too."""
+    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing="auto", micro_batch_tokens=1)
+    advantages, first = advantages_for(out), []
+
+    class Tight(Scorer):
+        def forward(self, rollout, rows):
+            if not self.model.is_gradient_checkpointing:
+                first.append(len(rows))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(rollout, rows)
+
+    parts[1] = Tight(model.train(), parts[1].tables)
+    metrics = update(parts, out, advantages, config)
+    assert first == [1]
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budget():
+    assert [len(rows) for rows in micro_batches(SimpleNamespace(sizes=([4] * 10, [6] * 10)), 50)] == [5, 5]
+    for given, expected in ((None, 77), (50, 50)):
+        budget = TokenBudget(Config(micro_batch_tokens=given), None)
+        budget.restore([77, False])
+        assert budget.tokens == expected

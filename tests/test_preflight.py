@@ -1,0 +1,75 @@
+"""--check."""
+
+import json
+
+import pytest
+
+import grpo_train
+from errors import SettingError
+from small_faults import settings_of
+
+
+def check(config, capsys):
+    grpo_train.preflight.report(config, grpo_train.reward_functions(config))
+    return capsys.readouterr().out
+
+
+def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_path, capsys):
+    printed = check(settings_of(fault_start, tmp_path / "out", eval_problems=4, eval_every=2), capsys)
+    for words in ("batch_size: 2", "a completion ends on: ['<|endoftext|>', '<|im_end|>'] or after 12 tokens", "26 to train on, 4 held out, 0 skipped",
+                  "2 problems x 3 = 6 completions", "3 steps = 18 completions", "memory, GiB: policy", "a checkpoint:", "gold answers: 26 of 26 earn 2.8",
+                  "near misses of", "two answers 0.8", "nothing 0", "pass rate: 0.000 on 26 problems x 3", "Begin with --warm_start"):  # fmt: skip
+        assert words in printed, words
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_check_waits_for_a_warm_start(fault_start, tmp_path, capsys):
+    assert "a warm start comes first" in check(
+        settings_of(fault_start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("batch_size: 0", "batch_size=0: must be at least 1"),
+        ("mu: 2", "no such setting"),
+    ],
+)
+def test_a_bad_warm_start_is_refused_before_anything_and_named(fault_start, tmp_path, text, words):
+    """--check said nothing of it, and the run spoke of a `config` that nobody had given."""
+    if text is not None:
+        (tmp_path / "sft.yaml").write_text(text)
+    with pytest.raises(SettingError, match=f"^warm_start=.*{words}"):
+        settings_of(fault_start, tmp_path / "out", warm_start=str(tmp_path / "sft.yaml"))
+
+
+def test_the_check_refuses_answers_that_no_reward_pays(fault_start, tmp_path, capsys):
+    (tmp_path / "words.jsonl").write_text(
+        json.dumps({"question": "Who?", "answer": "<answer> nobody </answer>"}) + "\n"
+    )
+    with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
+        check(settings_of(fault_start, tmp_path / "out", dataset=str(tmp_path / "words.jsonl")), capsys)
+
+
+def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(fault_start, tmp_path, capsys):
+    """`3 of 3 earn nan`, where the first answer earned nothing that is a number."""
+    (tmp_path / "even.py").write_text(
+        "def even(completions, answer, **kwargs):\n    return [None if int(a) % 4 else float(a in c[0]['content']) for a, c in zip(answer, completions)]\n"
+    )
+    (tmp_path / "three.jsonl").write_text(
+        "".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8))
+    )
+    printed = check(
+        settings_of(
+            fault_start,
+            tmp_path / "out",
+            dataset=str(tmp_path / "three.jsonl"),
+            reward=[f"{tmp_path}/even.py:even"],
+        ),
+        capsys,
+    )
+    assert "gold answers: 2 of 3 earn 1" in printed
+    assert "train-0: '1' earns nan" in printed

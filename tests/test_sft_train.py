@@ -1,0 +1,163 @@
+"""Supervised training: what is learnt, and the loss on it."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import sft_train
+from decoding.decoder import GroupDecoder
+from decoding.tokens import token_tables
+from errors import DataError, SettingError
+from learning.log_probs import Scorer
+from problems.problem import EncodedProblem, Problem
+from problems.prompts import build_prompt
+from rewards import ANSWER_FORMATS, extract_answer
+from small_models import a_model_and_problems, build_model
+
+
+def encoded(tokenizer, question, answer, solution):
+    prompt = build_prompt(tokenizer, question, "")
+    return EncodedProblem(
+        Problem(question, answer, solution, id="p1"),
+        prompt,
+        tokenizer(prompt, add_special_tokens=False)["input_ids"],
+    )
+
+
+@pytest.mark.parametrize("name", list(ANSWER_FORMATS))
+def test_a_target_is_the_solution_in_the_format_and_ends_in_the_eos_of_the_template(tokenizer, name):
+    problem = encoded(tokenizer, "How many pens?", "17", "Ann has 12 + 5 = 17.\n#### 17")
+    [(_, ids)] = sft_train.responses([problem], tokenizer, sft_train.Config(answer_format=name))
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "12 + 5 = 17" in text
+    assert extract_answer(text, name) == "17"
+
+
+def test_the_solution_s_own_answer_is_learned_even_where_it_is_wrong(tokenizer):
+    """The embedded task's warm start copies wrong solutions; writing the right label under a wrong derivation would leak it."""
+    problem = encoded(tokenizer, "How many pens?", "17", "12 - 5 = 7\n#### 7")
+    [(_, ids)] = sft_train.responses([problem], tokenizer, sft_train.Config())
+    assert extract_answer(tokenizer.decode(ids)) == "7"
+
+
+def test_problems_without_a_worked_solution_are_named(tokenizer):
+    with pytest.raises(DataError, match=r"problem p1 has no worked solution"):
+        sft_train.responses([encoded(tokenizer, "q", "17", "")], tokenizer, sft_train.Config())
+
+
+def test_a_solution_too_long_is_left_out_and_all_too_long_is_an_error(tokenizer):
+    long, short = (
+        encoded(tokenizer, "q", "1", "pens " * 100 + "\n#### 1"),
+        encoded(tokenizer, "q", "1", "x\n#### 1"),
+    )
+    config = sft_train.Config(max_completion_length=60)
+    assert [p for p, _ in sft_train.responses([long, short], tokenizer, config)] == [short]
+    with pytest.raises(DataError, match="max_completion_length=60"):
+        sft_train.responses([long], tokenizer, config)
+
+
+def test_the_loss_is_on_the_response_only_and_is_the_cross_entropy_of_plain_transformers(tokenizer):
+    model = build_model("llama", tokenizer)
+    problems = [
+        encoded(tokenizer, "How many pens?", "17", "12 + 5 = 17\n#### 17"),
+        encoded(tokenizer, "And now, how many of them?", "1", "1\n#### 1"),
+    ]
+    pairs = sft_train.responses(problems, tokenizer, sft_train.Config())
+    batch = sft_train.as_rollout(pairs, token_tables(tokenizer, model), "cpu")
+    logp, _ = Scorer(model, token_tables(tokenizer, model))(batch, torch.arange(2))
+    total = 0.0
+    for p, ids in pairs:
+        row = torch.tensor([p.ids + ids])
+        labels = torch.tensor([[-100] * len(p.ids) + ids])
+        logits = model(input_ids=row).logits[..., : len(tokenizer)]
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
+            )
+        )
+    assert float(-logp.sum()) == pytest.approx(total, rel=1e-5)
+
+
+def test_a_supervised_step_does_not_depend_on_its_micro_batches(tokenizer, tmp_path):
+    """I3: the loss is a mean over the tokens of the whole batch, long responses counting for more, however it is cut."""
+    a_model_and_problems(tmp_path, "llama", tokenizer)
+    rows = [{"question": f"{n}?", "answer": "pens " * (1 + 5 * (n % 3)) + f"\n#### {n}"} for n in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logged = []
+    for budget in (10**6, 1):
+        settings = dict(
+            model=str(tmp_path / "model"),
+            dataset=str(tmp_path / "train.jsonl"),
+            num_epochs=None,
+            num_steps=2,
+            batch_size=6,
+            warmup_ratio=0.0,
+        )
+        out = sft_train.train(
+            sft_train.Config(
+                **settings,
+                micro_batch_tokens=budget,
+                learning_rate=1e-3,
+                output_dir=str(tmp_path / f"out{budget}"),
+            )
+        )
+        logged.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+    for whole, cut in zip(*logged, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert whole[name] == pytest.approx(cut[name], rel=1e-4)
+
+
+def test_the_longest_response_allowed_is_kept_and_of_all_the_first_are_taken(tokenizer):
+    problems = [encoded(tokenizer, "q", str(n), f"pens\n#### {n}") for n in range(3)]
+    pairs = sft_train.responses(problems, tokenizer, sft_train.Config())
+    exactly = sft_train.Config(max_completion_length=len(pairs[0][1]), unique_train_examples=2)
+    assert sft_train.responses(problems, tokenizer, exactly) == pairs[:2]
+
+
+def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(
+    tokenizer, tmp_path, monkeypatch
+):
+    """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, in which each is met once, and the linear rate goes down by thirds."""
+    a_model_and_problems(tmp_path, "llama", tokenizer)
+    met, made = [], sft_train.as_rollout
+    monkeypatch.setattr(
+        sft_train,
+        "as_rollout",
+        lambda pairs, *rest: met.extend(p.problem.id for p, _ in pairs) or made(pairs, *rest),
+    )
+    settings = dict(
+        model=str(tmp_path / "model"),
+        dataset=str(tmp_path),
+        batch_size=8,
+        learning_rate=3e-2,
+        warmup_ratio=0.0,
+        max_completion_length=100,
+    )
+    out = sft_train.train(
+        sft_train.Config(**settings, eval_problems=6, eval_every=3, output_dir=str(tmp_path / "out"))
+    )
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [m["learning_rate"] for m in logged] == pytest.approx([3e-2, 2e-2, 1e-2])
+    assert len(met) == len(set(met)) == 24
+    decoder = GroupDecoder(AutoModelForCausalLM.from_pretrained(out).eval(), tokenizer)
+    for row in [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]:
+        ids = tokenizer(
+            build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt),
+            add_special_tokens=False,
+        )["input_ids"]
+        assert decoder.text(*decoder.complete([ids], 100)[0][0]) == row["completion"]
+
+
+def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():
+    names = {f for f in sft_train.Config.__dataclass_fields__}
+    assert names >= sft_train.INHERITED
+
+
+@pytest.mark.parametrize("count", [0, -5])
+def test_a_number_of_examples_that_is_none_is_refused(count):
+    """0 divided by itself, and -5 left out the last five."""
+    with pytest.raises(SettingError, match="unique_train_examples=.*must be at least 1"):
+        sft_train.Config(unique_train_examples=count)

@@ -1,0 +1,60 @@
+"""A recipe_run model as a solver."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+import grpo_eval
+from errors import SettingError
+from running.parsing import parse_config
+from solver import load_solver, readable, solve
+
+
+def test_a_solver_answers_one_question_and_many(recipe_run, tmp_path, capsys):
+    solver = load_solver(str(recipe_run))
+    one, many = solve("What is 3 halves?", solver), solve(["What is 3 halves?", "What is 4 halves?"], solver)
+    assert one == many[0]
+    assert one.completion
+    assert readable(one).endswith(f"Answer: {one.answer or 'none'}") or not one.finished
+    questions = tmp_path / "questions.txt"
+    questions.write_text("What is 3 halves?\n\nWhat is 4 halves?\n")
+    for words in (
+        ["--ask", "What is 3 halves?"],
+        ["--questions", str(questions)],
+        ["--questions", str(questions), "--save_jsonl", str(tmp_path / "out.jsonl")],
+    ):
+        grpo_eval.answer(parse_config(grpo_eval.Config, ["--model", str(recipe_run), *words]))
+    printed = capsys.readouterr().out
+    assert printed.count("Answer: ") == 3
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(r["prompt"], r["response"]) for r in rows] == [(s.question, s.completion) for s in many]
+    with pytest.raises(SettingError, match="goes with --questions"):
+        parse_config(grpo_eval.Config, ["--save_jsonl", "x"])
+
+
+def test_a_solver_whose_system_prompt_is_gone_says_so(recipe_run, tmp_path):
+    """It asked with the format's own words, which the model was not recipe_run on, and said nothing."""
+    shutil.copytree(recipe_run, tmp_path / "model")
+    settings = yaml.safe_load((tmp_path / "model" / "run_config.yaml").read_text())
+    (tmp_path / "model" / "run_config.yaml").write_text(
+        yaml.safe_dump(settings | {"system_prompt_file": "gone.txt"})
+    )
+    with pytest.raises(SettingError, match=r"system_prompt_file='gone.txt': cannot be read"):
+        load_solver(str(tmp_path / "model"))
+
+
+def test_a_question_past_the_model_s_positions_is_refused(recipe_run):
+    """It was answered with what a model says where it has never been."""
+    with pytest.raises(SettingError, match="it passes the model's 512 positions"):
+        solve("pens " * 600, load_solver(str(recipe_run)))
+
+
+def test_a_solution_is_told_apart_into_reasoning_and_answer(recipe_run, monkeypatch):
+    solver = load_solver(str(recipe_run))
+    ids = solver.decoder.tokenizer("<reasoning>\n3*4\n</reasoning>\n<answer>\n12\n</answer>")["input_ids"]
+    monkeypatch.setattr(solver.decoder, "complete", lambda *args, **kwargs: [[(ids, False)]])
+    found = solve("What is 3*4?", solver)
+    assert (found.reasoning, found.answer, found.finished) == ("3*4", "12", False)
+    assert readable(found) == "3*4\n\nAnswer: 12"
