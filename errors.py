@@ -22,3 +22,7 @@ class RewardError(RuntimeError):
 
 class Interrupted(Exception):
     """Somebody asked for the end while rows were being decoded; what they have said so far is lost, and nothing else."""
+
+
+class Stopped(Exception):
+    """All processes agreed to stop. Run saves what is finished and ends with 128 + the signal."""

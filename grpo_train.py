@@ -3,48 +3,42 @@
     python grpo_train.py --config configs/tiny.yaml        the whole job on a laptop, in minutes
     python grpo_train.py --help                            every setting
 
-The loop of `run` is the algorithm; its numbered comments are those of the README.
-Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G), T completion tokens.
+The loop of `train` is the algorithm; its numbered comments are those of the README.
+Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G),
+T completion tokens.
 """
 
-import base64
-import dataclasses
-import json
 import math
 import statistics
-from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 
-import sft_train
-from answers.formats import ANSWER_FORMATS, extract_answer
+from answers.formats import ANSWER_FORMATS
 from decoding.any_model import send
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, pad_left, rollout_uniforms
-from decoding.tokens import token_pieces
 from errors import SettingError
-from learning.inspection import debug_every, explain_first_group, look_inside
-from learning.learner import guarded_step, make_optimizer
-from learning.log_probs import Scorer, make_scorer
-from learning.memory import TokenBudget, peak_gib, within_memory
-from learning.models import check_positions, load_model, load_policy, load_tokenizer, refresh, rollout_dtype
-from learning.parallel import distribute, largest, shard
+from learning.inspection import debug_every, inspect_group
+from learning.learner import make_learner
+from learning.memory import peak_gib
+from learning.models import check_positions, load_models, load_tokenizer, refresh
+from learning.parallel import max_over_processes
 from m3po_module import SIMILARITIES
 from problems.prompts import prepare_problems
-from reporting.files import FINISHED, LOGS, write_whole
 from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
 from running import preflight
-from running.checkpoint import FREE, Checkpoints
-from running.evaluation import held_out_accuracy, unless_stopped
-from running.folder import finish, keep_best, open_output, refuse_used, start_logs
-from running.launching import check_shares, launch, start_processes, starts_processes
-from running.log import MetricsLog
-from running.parsing import parse_config, run_main, settings_from_file
-from running.run import Stop, Stopwatch, check_bad_steps, leave, out_of_patience, problem_batch, steps_to_do
-from running.settings import TrainConfig, check, resolved, setting
+from running.evaluation import held_out_accuracy
+from running.launching import check_shares, launch, starts_processes
+from running.log import log_rollouts
+from running.parsing import parse_config, run_main
+from running.progress import next_problems, steps_to_do
+from running.run import Run
+from running.settings import TrainConfig, check, setting
+from sft_train import warm_start, warm_start_settings
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 
@@ -160,43 +154,129 @@ class Config(TrainConfig):
             rollout_is=("none", "token"),
         ).items():
             check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
-        reward_functions(self)
+        chosen_rewards(self)
         if self.warm_start != "none":
             warm_start_settings(self)
 
+    @property
+    def clip_range(self):
+        """The ratio is clipped to these two values."""
+        epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return 1 - self.epsilon, 1 + epsilon_high
 
-def reward_functions(config):
+    @property
+    def think_end(self):
+        """The text that ends the reasoning of a completion."""
+        return ANSWER_FORMATS[self.answer_format].think_end
+
+    @property
+    def interaction(self):
+        return Interaction(self.m3po_lambda, self.m3po_temperature, self.m3po_similarity)
+
+
+def chosen_rewards(config):
     """The (function, weight) pairs of a run."""
+    pairs = REWARD_SETS[config.reward_set]
     try:
-        chosen = (
-            REWARD_SETS[config.reward_set]
-            if config.reward is None
-            else [load_reward(spec) for spec in config.reward]
-        )
+        if config.reward is not None:
+            pairs = [load_reward(spec) for spec in config.reward]
     except ValueError as error:
         raise SettingError("reward", config.reward, str(error)) from error
-    if config.reward_weights is None:
-        return chosen
-    if len(config.reward_weights) != len(chosen) or not all(map(math.isfinite, config.reward_weights)):
-        raise SettingError(
-            "reward_weights",
-            config.reward_weights,
-            f"must be one finite weight for each of {[f.__name__ for f, _ in chosen]}",
+    weights = config.reward_weights
+    if weights is None:
+        return pairs
+    if len(weights) != len(pairs) or not all(map(math.isfinite, weights)):
+        names = [function.__name__ for function, _ in pairs]
+        raise SettingError("reward_weights", weights, f"must be one finite weight for each of {names}")
+    return [(function, weight) for (function, _), weight in zip(pairs, weights, strict=True)]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Where the trained model is, and the metrics of the last step (None where no step was left to do)."""
+
+    folder: Path
+    metrics: dict | None
+
+
+def train(config, reward_functions=None):
+    """Run a whole training. reward_functions: (function, weight) pairs instead of those that the settings name."""
+    with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
+        reward_functions = reward_functions or chosen_rewards(config)
+        start = warm_start(config, run)
+        tokenizer = load_tokenizer(start, config.trust_remote_code)
+        problems, held_out, skipped = prepare_problems(config, tokenizer)
+        policy, sampler, reference = load_models(config, start, tokenizer, run.device)
+        check_positions(policy, problems + held_out, config)
+        decoder = GroupDecoder(
+            sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
         )
-    return [(function, weight) for (function, _), weight in zip(chosen, config.reward_weights, strict=True)]
+        steps = steps_to_do(config, len(problems))
+        total = steps * config.outer_iterations
+        learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)
+        evaluate = partial(held_out_accuracy, run, decoder, held_out)
+        run.open(learner, problems, evaluate, steps, total)  # locks the folder; resumes or begins
+        refresh(sampler, policy)
+        say_plan(run, decoder, problems, held_out, skipped)
+
+        for step in run.steps():  # evaluates before the first; saves the model after the last
+            # 1. An outer iteration begins: the reference becomes a copy of the policy.
+            if step % steps == 0 and reference is not None:
+                refresh(reference, policy)
+
+            # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
+            with run.timed("rollout_seconds"):
+                batch = next_problems(problems, config.batch_size, run)
+                sampled = sample(run, decoder, batch, step)
+
+            # 3. Score them, and compare each with its group; groups without a signal may give way to fresh problems.
+            with run.timed("reward_seconds"):
+                rewards = score(run, reward_functions, sampled, step)  # (N,) of all processes
+                rewards, replaced = replace_silent_groups(
+                    run, decoder, problems, reward_functions, sampled, rewards
+                )
+                all_advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+                advantages = all_advantages[run.local_rows].to(run.device)
+
+            # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
+            learning_rate = learner.schedule.get_last_lr()[0]
+            inspection = inspect_group(run, sampler, decoder, sampled, step)  # by the weights that sampled
+            with run.timed("update_seconds"):
+                update_metrics = update(learner, sampled.rollout, advantages, config)
+                update_shown = refresh(sampler, policy)
+
+            # 5. Log, now and then evaluate and save.
+            right = right_answers(sampled.texts, sampled.references, config.answer_format, config.grading)
+            metrics = {
+                "outer_iteration": step // steps + 1,
+                "learning_rate": learning_rate,
+                "update_shown": float(update_shown),
+                **rollout_metrics(run, sampled, right, rewards),
+                **replaced,
+                **update_metrics,
+                **speed_metrics(run, sampled.rollout),
+            }
+            log_rollouts(run, sampled, right, advantages, inspection)
+            run.finish_step(metrics, batch)
+    return TrainingResult(run.folder, run.metrics)
+
+
+# The formulas
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
     """A = (r - mean) / (std + 1e-4) within each group, sample standard deviation: rewards (N,) -> (N,) float32.
 
-    Exactly 0 where all rewards of a group are equal, and where a reward is NaN (nobody could score it; it is left out of mean and std).
+    Exactly 0 where all rewards of a group are equal, and where a reward is NaN: no function scored that completion,
+    and it is left out of mean and std.
     """
     groups = rewards.view(-1, num_generations)
     scored = ~groups.isnan()
     count = scored.sum(-1, keepdim=True)
     mean = groups.nansum(-1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(scored, groups - mean, 0.0)
-    advantages = centred if scale_rewards == "none" else centred / (group_std(groups)[:, None] + 1e-4)
+    advantages = torch.where(scored, groups - mean, 0.0)
+    if scale_rewards == "group":
+        advantages = advantages / (group_std(groups)[:, None] + 1e-4)
     return advantages.masked_fill(all_equal(groups)[:, None], 0.0).float().view(-1)
 
 
@@ -208,15 +288,17 @@ def group_std(groups):
 
 
 def all_equal(groups):
-    """Whether a group's scored rewards carry no signal, tested exactly (rounding gives a mean no claim to be one of them): (B, G) -> (B,)."""
+    """Whether a group's scored rewards are all equal, tested exactly, since their mean may round: (B, G) -> (B,)."""
     scored = ~groups.isnan()
-    return torch.where(scored, groups, -torch.inf).amax(-1) <= torch.where(scored, groups, torch.inf).amin(-1)
+    highest = torch.where(scored, groups, -torch.inf).amax(-1)
+    lowest = torch.where(scored, groups, torch.inf).amin(-1)
+    return highest <= lowest
 
 
 def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_length):
-    """What each token's term counts in the loss: mask (n, T) -> (n, T). All normalisers are of the global batch, so its cuts change nothing.
+    """What each token's term counts in the loss: mask (n, T) -> (n, T). All normalisers are of the global batch (I3).
 
-    num_sequences: N over all processes, masked rows counted; num_tokens: unmasked tokens over all processes.
+    num_sequences: N over all processes, masked rows counted. num_tokens: unmasked tokens over all processes.
     """
     if loss_type == "grpo":
         return mask / mask.sum(-1, keepdim=True).clamp(min=1) / num_sequences
@@ -225,584 +307,308 @@ def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_len
     return mask / (num_sequences * max_completion_length)
 
 
-def grpo_loss(
-    logp, old_logp, advantages, weights, *, epsilon, epsilon_high, beta=0.0, ref_logp=None, importance=None
-):
-    """The clipped surrogate with the k3 estimate of the KL (GRPO, eq. 3 and 4): (n, T) tensors, advantages (n,) -> scalar, per-token terms.
+def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, importance=None):
+    """The clipped surrogate (GRPO, eq. 3) with beta * KL inside the same mean: (n, T) tensors, advantages (n,).
 
-    The gradient is not 0 at the first pass, although the ratio is 1 and centred advantages make the loss close to 0.
+    Returns the loss and which tokens were clipped below and above. The gradient is not 0 at the first pass, although
+    the ratio is 1 and centred advantages make the loss close to 0.
     """
+    low, high = clip_range
     A = advantages[:, None]
     ratio = torch.exp(logp - old_logp)
-    clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon_high)
-    per_token = -torch.min(ratio * A, clipped * A)
-    per_token = per_token if importance is None else per_token * importance
-    kl = torch.zeros_like(logp)
-    if beta > 0:
-        log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
-        kl = torch.exp(log_ratio) - log_ratio - 1
-        per_token = per_token + beta * kl
-    terms = {
-        "kl": kl,
-        "clip_low": (ratio < 1 - epsilon) & (A < 0),
-        "clip_high": (ratio > 1 + epsilon_high) & (A > 0),
-    }
-    return (per_token * weights).sum(), terms
+    per_token = -torch.min(ratio * A, torch.clamp(ratio, low, high) * A)
+    if importance is not None:
+        per_token = per_token * importance
+    if kl_penalty is not None:
+        per_token = per_token + kl_penalty
+    clipped = {"clip_low": (ratio < low) & (A < 0), "clip_high": (ratio > high) & (A > 0)}
+    return (per_token * weights).sum(), clipped
+
+
+def k3_divergence(logp, ref_logp):
+    """The k3 estimate of the KL to the reference (GRPO, eq. 4), a value a token: exp(x) - x - 1, x = ref - logp."""
+    log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
+    return torch.exp(log_ratio) - log_ratio - 1
 
 
 def importance_weights(old_logp, sampler_logp, cap):
-    """How much likelier each token is to the update's forward than to the sampler's, at most `cap`: truncated importance sampling, (n, T).
+    """Truncated importance sampling: pi of the update's forward over mu of the sampler's, at most `cap`, (n, T).
 
     https://fengyao.notion.site/off-policy-rl
     """
     return torch.exp((old_logp - sampler_logp).clamp(-20, 20)).clamp(max=cap)
 
 
-def train(config):
-    """Run a whole training; returns the output directory."""
-    accelerator = start_processes(config)
-    with Stop(config.stop_after) as stop:
-        return run(config, accelerator, stop)
-
-
-def run(config, accelerator, stop):
-    functions = reward_functions(config)
-    refuse_used(config)
-    start = config.model if config.warm_start == "none" else warm_start(config, accelerator, stop)
-    tokenizer = load_tokenizer(start, config.trust_remote_code)
-    problems, held_out, skipped = prepare_problems(config, tokenizer)
-
-    load = dict(
-        name=start, tokenizer=tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code
-    )
-    policy = load_policy(config, start, tokenizer, accelerator.device)
-    sampler = load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
-    reference = (
-        load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
-        if config.beta > 0
-        else None
-    )
-    check_positions(policy, problems + held_out, config)
-    interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
-    decoder = GroupDecoder(
-        sampler,
-        tokenizer,
-        ANSWER_FORMATS[config.answer_format].think_end,
-        interaction,
-        compiled=config.torch_compile,
-    )
-    scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
-    ref_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
-    steps = steps_to_do(config, len(problems))
-    total = steps * config.outer_iterations
-    optimizer, schedule = make_optimizer(policy, config, total * config.mu)
-    budget = TokenBudget(config, policy)
-    folder, held = open_output(config, accelerator)
-    checkpoints = Checkpoints(
-        config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, reference, LOGS
-    )
-    done = (
-        checkpoints.resume(total, budget) if config.resume else None
-    )  # what is finished, and what of it is saved
-    if done == FINISHED:
-        return folder
-    start_logs(config, folder, accelerator, anew=done is None)
-    done = done or {
-        "step": 0,
-        "place": 0,
-        "train_seconds": 0.0,
-        "bad_steps": 0,
-        "evaluate": False,
-        "best": -1.0,
-        "since_best": 0,
-    }
-    saved, place, train_seconds = done["step"], done["place"], done["train_seconds"]
-    refresh(sampler, policy)
-    log = MetricsLog(config, folder, total, SHOWN, accelerator)
-    log.say(f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over {config.max_prompt_length} tokens); "
-            f"{config.batch_size} x {config.num_generations} completions a step on {accelerator.num_processes} {accelerator.device.type} process(es); "
-            f"a completion ends on {tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)}")  # fmt: skip
-    if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
-        checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
-    own = range(config.batch_size)[
-        shard(config.batch_size, accelerator)
-    ]  # the groups of a batch that are this process's
-
-    for step in range(done["step"], done["step"] if out_of_patience(config, done) else total):
-        first = {}
-        if (
-            step == 0
-            and config.eval_every
-            and (first := held_out_accuracy(accelerator, decoder, held_out, config, stop, log, 0))
-        ):
-            done["best"] = first["eval_accuracy"]
-            log.say(
-                f"before training: held-out accuracy {first['eval_accuracy']:.3f}, length {first['eval_length']:.0f}"
-            )
-        watch = Stopwatch(accelerator.device)
-
-        # 1. An outer iteration begins: the reference becomes a copy of the policy.
-        if step % steps == 0 and reference is not None:
-            refresh(reference, policy)
-
-        # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
-        batch = [problems[i] for i in problem_batch(len(problems), config.batch_size, place, config.seed)]
-        place += config.batch_size
-        sampled = unless_stopped(decoder, stop, lambda: sample(decoder, batch, own, config, step))  # noqa: B023
-        if sampled is None:
-            leave(stop, checkpoints, done if done["step"] > saved else None)
-        rollout_seconds = watch.lap()
-
-        # 3. Score them, and compare each with its group; with dynamic sampling, groups without a signal give way to fresh problems.
-        score(functions, sampled, config, step, gather_object)
-        all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-        given = give_way(
-            decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step
-        )
-        if given is None:
-            leave(stop, checkpoints, done if done["step"] > saved else None)
-        all_rewards, place, extra = given
-        mine, rollout, completions, texts, rewards, parts, _ = sampled
-        everyone = group_advantages(all_rewards, config.num_generations, config.scale_rewards)
-        advantages = everyone[shard(config.batch_size, accelerator, config.num_generations)].to(
-            accelerator.device
-        )
-        reward_seconds = watch.lap()
-
-        # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
-        learning_rate = schedule.get_last_lr()[0]
-        inside = (
-            look_inside(Scorer(sampler, decoder.tables), sampled, step, config)
-            if accelerator.is_main_process
-            else None
-        )
-        watch.lap()
-        update_metrics = update(
-            accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget
-        )
-        shown = refresh(sampler, policy)
-        update_seconds = watch.lap()
-        train_seconds += rollout_seconds + reward_seconds + update_seconds
-
-        # 5. Log, now and then evaluate and save.
-        out_of_time = config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
-        last = step + 1 == total or out_of_time
-        right = right_answers(
-            texts,
-            [p.problem.answer for p in mine for _ in range(config.num_generations)],
-            config.answer_format,
-            config.grading,
-        )
-        metrics = {
-            "step": step + 1,
-            "outer_iteration": step // steps + 1,
-            **rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config),
-            **extra,
-            **update_metrics,
-            "learning_rate": learning_rate,
-            "update_shown": float(shown),
-            **speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_seconds),
-            "train_seconds": train_seconds,
-        }
-        bad = done["bad_steps"] + 1 if "not finite" in update_metrics.get("skipped", "") else 0
-        if bad:
-            metrics["bad_examples"] = [p.problem.id for p in batch]
-        if step == 0 and first:
-            metrics |= {f"{name}_before": value for name, value in first.items() if name != "eval_questions"}
-        done |= {
-            "step": step + 1,
-            "place": place,
-            "train_seconds": train_seconds,
-            "bad_steps": bad,
-            "evaluate": False,
-            "budget": budget.state(),
-        }
-        if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
-            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop, log, step + 1)
-            metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
-            if keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done):
-                log.say(
-                    f"no better held-out accuracy than {done['best']:.3f} in {done['since_best']} evaluations: the run ends"
-                )
-                last = True
-        log_rollouts(
-            accelerator,
-            folder,
-            step,
-            decoder.tokenizer,
-            sampled,
-            right,
-            advantages,
-            config,
-            inside and inside["alone"],
-        )
-        if done["evaluate"]:
-            done["metrics"] = metrics
-        else:
-            log.write(metrics)
-        if debug_every() and step % debug_every() == 0:
-            log.say(explain_first_group(decoder, rollout, inside, step, config, folder))
-        if warning := collapse(metrics, done, config.warn_after):
-            log.say(warning)
-        check_bad_steps(config, bad, metrics)
-        if done["evaluate"] or (stop.agreed() and not last):
-            leave(stop, checkpoints, done)
-        if config.save_every and ((step + 1) % config.save_every == 0 or (step + 1) % steps == 0):
-            checkpoints.save(done)
-            saved = done["step"]
-        if last:
-            break
-
-    log.close()
-    finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
-    return folder
-
-
-def warm_start_settings(config):
-    """The settings of the supervised run that comes first."""
-    shared = {
-        f.name: getattr(config, f.name)
-        for f in dataclasses.fields(TrainConfig)
-        if f.name in sft_train.INHERITED
-    }
-    how = {
-        "resume": config.resume,
-        "resume_anyway": config.resume_anyway,
-        "overwrite_output_dir": not config.resume,
-    }
-    try:
-        given = settings_from_file(sft_train.Config, config.warm_start)
-        return sft_train.Config(
-            **{**shared, **given, "output_dir": str(Path(config.output_dir) / "warm_start"), **how}
-        )
-    except SettingError as error:
-        raise SettingError("warm_start", config.warm_start, str(error)) from error
-
-
-def warm_start(config, accelerator, stop):
-    """Supervised fine-tuning into output_dir/warm_start, unless it lies there whole already; returns the directory. With resume a half one is gone on with."""
-    folder, sft = Path(config.output_dir) / "warm_start", warm_start_settings(config)
-    note, settings = (
-        folder / "warm_start.json",
-        {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in FREE},
-    )
-    whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
-    if not largest(whole):
-        if accelerator.is_main_process:
-            note.unlink(missing_ok=True)
-        sft_train.train(sft, stop)
-        if accelerator.is_main_process:
-            write_whole(note, json.dumps(settings))
-    accelerator.wait_for_everyone()
-    return str(folder)
+# The steps of the loop
 
 
 @dataclass
 class Sampled:
-    """What one process sampled for some groups of a step, and what it was paid: a problem a group, G rows of everything else."""
+    """What one process sampled for its groups of a step, and what it was paid: a problem a group, G rows a group."""
 
-    problems: list
+    batch: list  # the problems of the step, of all processes
+    problems: list  # those of this process's groups
     rollout: Rollout
     completions: list  # (ids, whether EOS came)
     texts: list
+    retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
-    parts: dict = field(default_factory=dict)  # each function's own values
-    retries: list = field(
-        default_factory=list
-    )  # a number a group: in which extra rollout of its step it was drawn
+    parts: dict = field(default_factory=dict)  # {reward function: its own values}
 
-    def __iter__(self):
-        return (getattr(self, f.name) for f in dataclasses.fields(self))
+    @property
+    def row_problems(self):
+        return [p.problem for p in self.problems for _ in range(self.rollout.num_generations)]
 
-    def replace(self, places, other, pad_id):
-        """Take groups `places` from another, in its order."""
+    @property
+    def references(self):
+        return [problem.answer for problem in self.row_problems]
+
+    def take_groups(self, groups, other, pad_id):
+        """Replace some groups by those of another, in its order."""
         G = self.rollout.num_generations
-        self.rollout = self.rollout.with_groups(places, other.rollout, pad_id)
-        pairs = [(getattr(self, name), getattr(other, name)) for name in ("completions", "texts", "rewards")]
-        for n, place in enumerate(places):
-            self.problems[place], self.retries[place] = other.problems[n], other.retries[n]
-            for old, new in pairs + [(self.parts[name], other.parts[name]) for name in self.parts]:
-                old[place * G : (place + 1) * G] = new[n * G : (n + 1) * G]
+        self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
+        columns = [
+            (getattr(self, name), getattr(other, name)) for name in ("completions", "texts", "rewards")
+        ]
+        columns += [(self.parts[name], other.parts[name]) for name in self.parts]
+        for n, group in enumerate(groups):
+            self.problems[group], self.retries[group] = other.problems[n], other.retries[n]
+            for old, new in columns:
+                old[group * G : (group + 1) * G] = new[n * G : (n + 1) * G]
 
 
-def sample(decoder, batch, groups, config, step, retry=0):
-    """Completions for some groups of a step's batch; the draws of a row depend on its place in the batch, not on who samples it."""
+def sample(run, decoder, batch, step, groups=None, retry=0):
+    """Completions for some groups of a step's batch, by default those of this process; None for no group.
+
+    The draws of a row depend on its number in the batch, not on who samples it. Raises Stopped in the middle where
+    the run is told to stop; all processes must call it.
+    """
+    groups = run.local_groups if groups is None else groups
+    return run.interruptible(decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry))
+
+
+def sample_groups(config, decoder, batch, step, groups, retry=0):
+    """`sample` without an ear for signals."""
+    if not groups:
+        return None
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
-    uniforms = (
-        rollout_uniforms(config.seed, step, retry, len(batch) * G, T)
-        .view(len(batch), G, T)[list(groups)]
-        .flatten(0, 1)
-    )
+    uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
+    uniforms = uniforms[list(groups)].flatten(0, 1)
     ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
     rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
     completions = rollout.completions()
-    return Sampled(
-        problems,
-        rollout,
-        completions,
-        [decoder.text(*pair) for pair in completions],
-        retries=[retry] * len(problems),
-    )
+    texts = [decoder.text(*pair) for pair in completions]
+    return Sampled(batch, problems, rollout, completions, texts, [retry] * len(problems))
 
 
-def score(functions, sampled, config, step, gather=lambda values: []):
-    """Put the rewards of the rows into `sampled`: totals, and each function's own. `gather`: values of all processes, where a function may abstain."""
-    problems = [p.problem for p in sampled.problems for _ in range(config.num_generations)]
-    columns = reward_columns(
-        problems, sampled.texts, [ids for ids, _ in sampled.completions], config.answer_format
-    )
-    sampled.rewards, sampled.parts = compute_rewards(
-        functions, columns, step=step + 1, timeout=config.reward_timeout, gather=gather
-    )
+def score(run, reward_functions, sampled, step):
+    """Rewards (N,) of all processes, float64, NaN where every function abstained; those of this process go into `sampled`."""
+    _score_rows(run.config, reward_functions, sampled, step, gather_object)
+    return torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
 
 
-def give_way(decoder, stop, functions, problems, batch, own, place, sampled, all_rewards, config, step):
-    """Dynamic sampling: groups whose rewards are all equal are replaced by fresh problems, in `batch` and in `sampled`, as often as the settings allow.
+def _score_rows(config, reward_functions, sampled, step, gather):
+    ids = [ids for ids, _ in sampled.completions]
+    columns = reward_columns(sampled.row_problems, sampled.texts, ids, config.answer_format)
+    how = dict(step=step + 1, timeout=config.reward_timeout, gather=gather)
+    sampled.rewards, sampled.parts = compute_rewards(reward_functions, columns, **how)
 
-    Returns all processes' rewards, the next place in the data, and what to log; None where the run was told to stop. The same on any number of processes.
+
+def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rewards):
+    """Dynamic sampling: groups whose rewards are all equal give way to fresh problems, as often as the settings allow.
+
+    Changes `sampled` and its batch; returns the rewards of all processes and what to log. The same on any number of
+    processes.
     """
-    replaced = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
+    config, step = run.config, run.progress.step
+    metrics = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
     for retry in range(1, config.dynamic_sampling + 1):
-        dead = all_equal(all_rewards.view(-1, config.num_generations)).nonzero().flatten().tolist()
-        if not dead:
+        silent = all_equal(rewards.view(-1, config.num_generations)).nonzero().flatten().tolist()
+        if not silent:
             break
-        for i, fresh in zip(dead, problem_batch(len(problems), len(dead), place, config.seed), strict=True):
-            batch[i] = problems[fresh]
-        place += len(dead)
-        again = [i for i in dead if i in own]
-        new = unless_stopped(
-            decoder, stop, lambda: again and sample(decoder, batch, again, config, step, retry)
-        )  # noqa: B023
-        if new is None:
-            return None
-        if again:
-            score(functions, new, config, step)
-            sampled.replace([i - own.start for i in again], new, decoder.tables.pad_id)
-        all_rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
-        replaced = {"extra_rollouts": retry, "replaced_groups": replaced["replaced_groups"] + len(dead)}
-    return all_rewards, place, replaced
+        for i, fresh in zip(silent, next_problems(problems, len(silent), run), strict=True):
+            sampled.batch[i] = fresh
+        local = [i for i in silent if i in run.local_groups]
+        new = sample(run, decoder, sampled.batch, step, local, retry)
+        if new is not None:
+            _score_rows(config, reward_functions, new, step, gather=lambda values: [])  # others may have none
+            first = run.local_groups.start
+            sampled.take_groups([i - first for i in local], new, decoder.tables.pad_id)
+        rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
+        metrics = {"extra_rollouts": retry, "replaced_groups": metrics["replaced_groups"] + len(silent)}
+    return rewards, metrics
 
 
-@torch.enable_grad()  # a file of rewards that runs a model of its own may have switched gradients off
-def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, budget):
+@dataclass
+class LossInputs:
+    """What the loss of a rollout needs beside the policy: (N, T) tensors, advantages (N,)."""
+
+    rollout: Rollout
+    advantages: torch.Tensor
+    mask: torch.Tensor  # tokens that count in the loss
+    weights: torch.Tensor
+    old_logp: torch.Tensor  # of the policy before the first optimiser step; the first pass writes it
+    ref_logp: torch.Tensor  # likewise
+
+
+@torch.enable_grad()  # a user's reward file that runs a model may have switched gradients off
+def update(learner, rollout, advantages, config):
     """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
-    epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    mask = rollout.mask & rollout.ended[:, None] if config.mask_truncated_completions else rollout.mask
-    signal = (mask.any(-1) & (advantages != 0)).sum()
-    *counts, signal = accelerator.reduce(
-        torch.stack([torch.tensor(len(mask), device=mask.device), mask.sum(), signal]), "sum"
-    ).tolist()  # device sync
-    if counts[1] == 0 or (signal == 0 and config.beta == 0):  # Adam's momentum alone would move the weights
+    mask = rollout.mask
+    if config.mask_truncated_completions:
+        mask = mask & rollout.ended[:, None]
+    count = torch.tensor(len(mask), device=mask.device)
+    signals = (mask.any(-1) & (advantages != 0)).sum()
+    num_sequences, num_tokens, num_signals = learner.sum_over_processes(count, mask.sum(), signals)
+    if num_tokens == 0 or (
+        num_signals == 0 and config.beta == 0
+    ):  # Adam's momentum alone would move the weights
         for _ in range(config.mu):
-            schedule.step()
-        return {
-            "skipped": "every completion was cut off and masked"
-            if counts[1] == 0
-            else "no group carries a signal",
-            "grad_norm": 0.0,
-        }
-    weights = token_weights(mask, config.loss_type, *counts, config.max_completion_length)
+            learner.schedule.step()
+        reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
+        return {"skipped": reason, "grad_norm": 0.0}
+    weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
-    sums, furthest, norms, skipped = Counter(), 0.0, [], {}
+    inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
 
-    def one_batch(rows, counts):
-        """Gradients of one micro-batch, added to those that are there; returns sums over its tokens."""
-        logp, entropy = scorer(rollout, rows)
-        chosen, rows = rows, send(rows, mask.device)
-        if iteration == 0:
-            old_logp[rows] = logp.detach()
-            if ref_scorer is not None:
-                with torch.no_grad():
-                    ref_logp[rows] = ref_scorer(rollout, chosen)[0]
-        importance = (
-            importance_weights(old_logp[rows], rollout.logp[rows], config.rollout_is_cap)
-            if config.rollout_is == "token"
-            else None
-        )
-        loss, terms = grpo_loss(logp, old_logp[rows], advantages[rows], weights[rows], epsilon=config.epsilon, epsilon_high=epsilon_high, beta=config.beta,
-                                ref_logp=ref_logp[rows], importance=importance)  # fmt: skip
-        (
-            loss * (counts * accelerator.num_processes)
-        ).backward()  # data parallelism averages, the loss is a sum
-        difference = (logp.detach() - rollout.logp[rows]).abs()
-        terms |= {
-            "entropy": entropy,
-            "logp_diff": difference if iteration == 0 else torch.zeros_like(difference),
-        }
-        return {
-            "loss": loss.detach(),
-            "furthest": (difference * rollout.mask[rows]).max(),
-            **{k: (v.detach() * mask[rows]).sum() for k, v in terms.items()},
-        }
-
+    sums, norms, skipped = {}, [], {}
     for iteration in range(config.mu):
-        batches = within_memory(accelerator, scorer, rollout, budget, one_batch)
-        stepped, norm = guarded_step(
-            accelerator,
-            scorer,
-            optimizer,
-            schedule,
-            torch.stack([b["loss"] for b in batches]),
-            config.max_grad_norm,
-        )
+        loss_of_rows = partial(rows_loss, learner, inputs, config, iteration == 0)
+        losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows), strict=True)
+        if iteration == 0:
+            largest_difference = max(float(found.pop("logp_diff_max")) for found in row_sums)
+        has_stepped, norm = learner.step(losses)
         norms.append(norm)
-        skipped |= {} if stepped else {"skipped": "loss or gradient not finite"}
-        apart = max(float(b.pop("furthest")) for b in batches)
-        furthest = apart if iteration == 0 else furthest
-        for batch in batches:
-            sums.update(batch)
-    names = list(sums)
-    totals = accelerator.reduce(
-        torch.stack([torch.as_tensor(sums[n], device=mask.device).float() for n in names]), "sum"
-    ).tolist()
-    tokens = config.mu * max(counts[1], 1)
-    means = {
-        n: value / {"loss": config.mu, "logp_diff": tokens / config.mu}.get(n, tokens)
-        for n, value in zip(names, totals, strict=True)
+        if not has_stepped:
+            skipped = {"skipped": "loss or gradient not finite"}
+        for found in row_sums:
+            sums |= {name: sums.get(name, 0) + value for name, value in found.items()}
+    totals = learner.sum_over_processes(*(value.float() for value in sums.values()))
+    totals = dict(zip(sums, totals, strict=True))
+    loss, logp_diff = totals.pop("loss"), totals.pop("logp_diff")
+    return {
+        "loss": loss / config.mu,
+        **{name: total / (config.mu * num_tokens) for name, total in totals.items()},
+        "logp_diff": logp_diff / num_tokens,  # of the first pass, which the sampler's log-probs belong to
+        "logp_diff_max": max_over_processes(largest_difference),
+        "grad_norm": statistics.fmean(norms),
+        **skipped,
     }
-    if ref_scorer is None:
-        del means["kl"]  # there is nothing to measure it against
-    return {**means, "logp_diff_max": largest(furthest), "grad_norm": statistics.fmean(norms), **skipped}
 
 
-def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config):
-    """Metrics of a step's samples over all processes; the README's glossary explains each."""
-    G = config.num_generations
-    groups = all_rewards.view(-1, G)
+def rows_loss(learner, inputs, config, is_first_pass, rows):
+    """The loss of some rows, and sums over their tokens of what is logged."""
+    rollout, index = inputs.rollout, send(rows, inputs.mask.device)
+    logp, entropy = learner.scorer(rollout, rows)
+    if is_first_pass:
+        inputs.old_logp[index] = logp.detach()
+        if learner.reference_scorer is not None:
+            with torch.no_grad():
+                inputs.ref_logp[index] = learner.reference_scorer(rollout, rows)[0]
+    old_logp, sampler_logp, terms = inputs.old_logp[index], rollout.logp[index], {"entropy": entropy}
+    kl_penalty = importance = None
+    if learner.reference_scorer is not None:
+        terms["kl"] = k3_divergence(logp, inputs.ref_logp[index])
+        kl_penalty = config.beta * terms["kl"]
+    if config.rollout_is == "token":
+        importance = importance_weights(old_logp, sampler_logp, config.rollout_is_cap)
+    A, weights = inputs.advantages[index], inputs.weights[index]
+    loss, clipped = grpo_loss(logp, old_logp, A, weights, config.clip_range, kl_penalty, importance)
+    terms |= clipped
+    if is_first_pass:
+        terms["logp_diff"] = (logp - sampler_logp).abs()
+    sums = {name: (value.detach() * inputs.mask[index]).sum() for name, value in terms.items()}
+    sums["loss"] = loss.detach()
+    if is_first_pass:
+        sums["logp_diff_max"] = (terms["logp_diff"].detach() * rollout.mask[index]).max()
+    return loss, sums
+
+
+# What is logged
+
+
+def say_plan(run, decoder, problems, held_out, skipped):
+    config, accelerator = run.config, run.accelerator
+    if run.is_finished:
+        return
+    ends = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
+    run.say(
+        f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
+        f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a step on "
+        f"{accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
+    )
+
+
+def rollout_metrics(run, sampled, right, rewards):
+    """Metrics of a step's samples over all processes; docs/metrics.md explains each. rewards (N,): of all processes."""
+    G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
+    first_rows = range(0, len(sampled.texts), G)
     local = {
         "correct": [float(r) for r in right],
-        "length": rollout.lengths.tolist(),
-        "truncated": (~rollout.ended).float().tolist(),
-        "unique": [len(set(texts[i : i + G])) / G for i in range(0, len(texts), G)],
-        **{f"reward/{name}": values for name, values in parts.items()},
+        "length": sampled.rollout.lengths.tolist(),
+        "truncated": (~sampled.rollout.ended).float().tolist(),
+        "unique": [len(set(sampled.texts[i : i + G])) / G for i in first_rows],
+        **{f"reward/{name}": values for name, values in sampled.parts.items()},
+        **interaction_sums(sampled.rollout),
     }
-    if rollout.mix is not None:
-        alive = rollout.mask.view(-1, G, rollout.mask.shape[1]).any(1)  # (B, T)
-        listening = rollout.mix.sum(-1).permute(0, 2, 1).reshape(rollout.mask.shape) > 0  # (N, T)
-        sums = (
-            rollout.thinking.sum(),
-            alive.sum(),
-            rollout.input_change[listening].double().sum(),
-            listening.sum(),
-        )
-        local |= {
-            name: [value]
-            for name, value in zip(
-                ("thinking", "alive", "change", "listening"), torch.stack(sums).tolist(), strict=True
-            )
-        }
-    everyone = gather_object([local])
-    every = {name: [value for one in everyone for value in one[name]] for name in local}
-    mean = {
-        name: statistics.fmean(v for v in values if v is not None)
-        if any(v is not None for v in values)
-        else 0.0
-        for name, values in every.items()
-    }
-    scored = all_rewards[~all_rewards.isnan()]
+    gathered = gather_object([local])
+    values = {name: [v for one in gathered for v in one[name] if v is not None] for name in local}
+    mean = {name: statistics.fmean(v) if v else 0.0 for name, v in values.items()}
+    scored = rewards[~rewards.isnan()]
     metrics = {
         "reward": float(scored.mean()),
         "reward_std": float(scored.std()),
         "reward_std_in_group": float(group_std(groups).mean()),
-        **{name: mean[name] for name in every if name.startswith("reward/")},
-        "unscored": int(all_rewards.isnan().sum()),
+        **{name: mean[name] for name in local if name.startswith("reward/")},
+        "unscored": int(rewards.isnan().sum()),
         "correct": mean["correct"],
         "frac_reward_zero_std": float(all_equal(groups).float().mean()),
         "unique_completions": mean["unique"],
         "completion_length": mean["length"],
-        "completion_length_min": min(every["length"]),
-        "completion_length_max": max(every["length"]),
+        "completion_length_min": min(values["length"]),
+        "completion_length_max": max(values["length"]),
         "truncated": mean["truncated"],
     }
-    if rollout.mix is not None:
-        metrics |= {
-            "thinking_paths": mean["thinking"] / (mean["alive"] or 1.0),
-            "input_change": mean["change"] / (mean["listening"] or 1.0),
-        }
+    if "thinking" in mean:
+        metrics["thinking_paths"] = mean["thinking"] / (mean["alive"] or 1.0)
+        metrics["input_change"] = mean["change"] / (mean["listening"] or 1.0)
     return metrics
 
 
-MENDS = {
-    "nothing": "It usually helps: a supervised warm start (--warm_start), easier problems, an answer_format the model knows (see --check).",
-    "format_only": "The format is learnt and the answers are gone; it usually helps: a warm start, a lower learning_rate, a larger num_generations.",
-}
-
-
-def collapse(metrics, done, patience):
-    """A warning, once, where the rewards have carried no information for `patience` steps; counts them in `done`."""
-    done["nothing"] = done.get("nothing", 0) + 1 if metrics["reward"] == metrics["reward_std"] == 0 else 0
-    done["format_only"] = (
-        done.get("format_only", 0) + 1
-        if metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1
-        else 0
-    )
-    if patience and done["nothing"] == patience:
-        return f"WARNING: no completion has earned anything for {patience} steps. {MENDS['nothing']}"
-    if patience and done["format_only"] == patience:
-        return f"WARNING: for {patience} steps every completion earned the same, and none was right. {MENDS['format_only']}"
-    return None
-
-
-def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_seconds):
-    """Seconds of the parts of a step, and completion tokens a second over all processes."""
-    tokens = sum(gather_object([int(rollout.mask.sum())]))
-    return {
-        "rollout_seconds": rollout_seconds,
-        "reward_seconds": reward_seconds,
-        "update_seconds": update_seconds,
-        "rollout_tokens_per_s": tokens / rollout_seconds,
-        "update_tokens_per_s": tokens / update_seconds,
-        **({"peak_gib": largest(peak_gib())} if accelerator.device.type == "cuda" else {}),
+def interaction_sums(rollout):
+    """Sums over this process's rows, as lists of one number; nothing where paths do not interact."""
+    if rollout.mix is None:
+        return {}
+    N, T = rollout.mask.shape
+    alive = rollout.mask.view(-1, rollout.num_generations, T).any(1)  # (B, T)
+    listening = rollout.mix.sum(-1).permute(0, 2, 1).reshape(N, T) > 0
+    sums = {
+        "thinking": rollout.thinking.sum(),
+        "alive": alive.sum(),
+        "change": rollout.input_change[listening].double().sum(),
+        "listening": listening.sum(),
     }
+    numbers = torch.stack(list(sums.values())).tolist()  # device sync
+    return {name: [number] for name, number in zip(sums, numbers, strict=True)}
 
 
-def log_rollouts(accelerator, folder, step, tokenizer, sampled, right, advantages, config, alone=None):
-    """One line a completion into rollouts.jsonl; the first groups carry their tokens, log-probs and who listened to whom.
-
-    alone: G lists of the ids that the first group would have had with nobody heard; where they differ, the line says so.
-    """
-    mine, rollout, completions, texts, rewards, parts, _ = sampled
-    G, records = config.num_generations, []
-    first_row = shard(config.batch_size, accelerator, G).start
-    for n, ((ids, ended), text) in enumerate(zip(completions, texts, strict=True)):
-        problem = mine[n // G].problem
-        records.append({
-            "schema_version": 1, "step": step + 1, "example_id": problem.id, "generation": n % G, "question": problem.question,
-            "prompt": mine[n // G].prompt, "completion": text,
-            "answer": problem.answer, "extracted": extract_answer(text, config.answer_format), "right": bool(right[n]),
-            "reward": None if math.isnan(rewards[n]) else rewards[n], "rewards": {name: values[n] for name, values in parts.items()},
-            "advantage": float(advantages[n]), "length": len(ids), "stop_condition": "eos" if ended else "length",
-        })  # fmt: skip
-        if first_row + n < G * config.log_groups:
-            logps = [
-                round(v, 4) if math.isfinite(v) else None for v in rollout.logp[n, : len(ids)].tolist()
-            ]  # JSON has no NaN
-            records[-1] |= {
-                "tokens": ids,
-                "pieces": token_pieces(tokenizer, ids),
-                "logps": logps,
-                "think_end": int(rollout.thinking[n].sum()),
-            }
-            if rollout.mix is not None:  # (length, G) weights in 1/255
-                weights = (rollout.mix[n // G, : len(ids), n % G] * 255).round().to(torch.uint8).cpu().numpy()
-                records[-1]["mix"] = base64.b64encode(weights.tobytes()).decode()
-            if alone and n < G:
-                records[-1]["alone"] = {
-                    t: tokenizer.decode([other])
-                    for t, (i, other) in enumerate(zip(ids, alone[n], strict=True))
-                    if i != other
-                }
-    records = gather_object(records)
-    if accelerator.is_main_process:
-        with open(folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+def speed_metrics(run, rollout):
+    """Completion tokens a second over all processes, and on CUDA the peak of the memory that tensors took."""
+    tokens = sum(gather_object([int(rollout.mask.sum())]))
+    metrics = {
+        "rollout_tokens_per_s": tokens / run.seconds["rollout_seconds"],
+        "update_tokens_per_s": tokens / run.seconds["update_seconds"],
+    }
+    if run.device.type == "cuda":
+        metrics["peak_gib"] = max_over_processes(peak_gib())
+    return metrics
 
 
 def main():
     config = parse_config(Config, description=__doc__.splitlines()[0])
-    debug_every()
+    debug_every()  # refuses a bad M3PO_DEBUG now
     if config.check:
-        return preflight.report(config, reward_functions(config))
+        return preflight.report(config, chosen_rewards(config))
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

@@ -1,13 +1,16 @@
-"""Supervised warm start: the same prompts, worked solutions written in the chosen answer format, loss on the response only.
+"""Supervised training: the same prompts, worked solutions written in the chosen answer format, loss on the response only.
 
     python sft_train.py --model DIR --dataset gsm8k --output_dir sft_model
 
 It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it by itself.
 """
 
-import contextlib
+import dataclasses
+import json
 import math
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,22 +18,19 @@ import torch
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_left, pad_right
-from errors import DataError
-from learning.learner import guarded_step, make_optimizer
-from learning.log_probs import make_scorer
-from learning.memory import TokenBudget, within_memory
-from learning.models import check_positions, load_model, load_policy, load_tokenizer, refresh, rollout_dtype
-from learning.parallel import distribute, largest, shard
+from errors import DataError, SettingError
+from learning.learner import make_learner
+from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
+from learning.parallel import max_over_processes, shard
 from problems.prompts import chat_eos_id, prepare_problems, template_kwargs
-from reporting.files import FINISHED, LOGS
-from running.checkpoint import Checkpoints
+from reporting.files import write_whole
+from running.checkpoint import FREE
 from running.evaluation import held_out_accuracy
-from running.folder import finish, keep_best, open_output, refuse_used, start_logs
-from running.launching import check_shares, launch, start_processes, starts_processes
-from running.log import MetricsLog
-from running.parsing import parse_config, run_main
-from running.run import Stop, Stopwatch, check_bad_steps, leave, out_of_patience, problem_batch, steps_to_do
-from running.settings import TrainConfig, check, setting
+from running.launching import check_shares, launch, starts_processes
+from running.parsing import parse_config, run_main, settings_from_file
+from running.progress import next_problems, steps_to_do
+from running.run import Run
+from running.settings import TrainConfig, check, resolved, setting
 
 SHOWN = {
     "loss": "loss",
@@ -119,123 +119,94 @@ def as_rollout(pairs, tables, device):
     )
 
 
-def train(config, stop=None):
-    """Run a whole supervised training; returns the output directory. `stop`: of the run that this is the warm start of."""
-    accelerator = start_processes(config)
-    with contextlib.nullcontext(stop) if stop else Stop(config.stop_after) as stop:
-        return run(config, accelerator, stop)
+def train(config, outer=None):
+    """Run a whole supervised training; returns the output directory. outer: the run that this is the warm start of."""
+    with Run(config, SHOWN, outer) as run:
+        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+        problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
+        pairs = responses(problems, tokenizer, config)
+        policy = load_policy(config, config.model, tokenizer, run.device)
+        check_positions(policy, problems, config)
+        sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
+        decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
+        total = steps_to_do(config, len(pairs))
+        learner = make_learner(config, run.accelerator, policy, None, decoder, total)
 
-
-def run(config, accelerator, stop):
-    tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-    problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
-    pairs = responses(problems, tokenizer, config)
-    refuse_used(config)
-    load = dict(
-        name=config.model,
-        tokenizer=tokenizer,
-        device=accelerator.device,
-        trust_remote_code=config.trust_remote_code,
-    )
-    policy = load_policy(config, config.model, tokenizer, accelerator.device)
-    check_positions(policy, problems, config)
-    sampler = (
-        load_model(dtype=rollout_dtype(config), **load).eval().requires_grad_(False)
-        if config.eval_every
-        else policy
-    )
-    decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
-    scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
-    total = steps_to_do(config, len(pairs))
-    optimizer, schedule = make_optimizer(policy, config, total)
-    budget = TokenBudget(config, policy)
-    folder, held = open_output(config, accelerator)
-    checkpoints = Checkpoints(
-        config, folder, accelerator, policy, optimizer, schedule, tokenizer, problems, held, logs=LOGS
-    )
-    done = checkpoints.resume(total, budget) if config.resume else None
-    if done == FINISHED:
-        return folder
-    start_logs(config, folder, accelerator, anew=done is None)
-    done = done or {
-        "step": 0,
-        "train_seconds": 0.0,
-        "bad_steps": 0,
-        "evaluate": False,
-        "best": -1.0,
-        "since_best": 0,
-    }
-    saved, train_seconds = done["step"], done["train_seconds"]
-    log = MetricsLog(config, folder, total, SHOWN, accelerator)
-    log.say(
-        f"supervised: {len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long, {total} steps of {config.batch_size}"
-    )
-    if done["evaluate"]:  # the signal came before the evaluation was over, and the step's line waits for it
-        refresh(sampler, policy)
-        checkpoints.make_up_evaluation(decoder, held_out, stop, log, done)
-
-    for step in range(done["step"], done["step"] if out_of_patience(config, done) else total):
-        if stop.agreed():
-            leave(stop, checkpoints, done if done["step"] > saved else None)
-        watch = Stopwatch(accelerator.device)
-        chosen = [
-            pairs[i]
-            for i in problem_batch(len(pairs), config.batch_size, step * config.batch_size, config.seed)
-        ]
-        batch = as_rollout(chosen[shard(len(chosen), accelerator)], decoder.tables, accelerator.device)
-        tokens = sum(len(ids) for _, ids in chosen)  # of all processes
-        learning_rate = schedule.get_last_lr()[0]
-
-        def one_batch(rows, counts):
-            loss = -scorer(batch, rows)[0].sum() / tokens  # noqa: B023
-            (loss * (counts * accelerator.num_processes)).backward()
-            return loss.detach()
-
-        losses = within_memory(accelerator, scorer, batch, budget, one_batch)
-        stepped, norm = guarded_step(
-            accelerator, scorer, optimizer, schedule, torch.stack(losses), config.max_grad_norm
-        )
-        loss = float(accelerator.reduce(torch.stack(losses).sum(), "sum"))
-        seconds = watch.lap()
-        train_seconds += seconds
-        last = step + 1 == total or (
-            config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
-        )
-        metrics = {"step": step + 1, "loss": loss, "perplexity": math.exp(min(loss, 50)), "grad_norm": norm, "learning_rate": learning_rate,
-                   "tokens": tokens, "step_seconds": seconds, "train_seconds": train_seconds}  # fmt: skip
-        bad = 0 if stepped else done["bad_steps"] + 1
-        metrics |= (
-            {}
-            if stepped
-            else {"skipped": "loss or gradient not finite", "bad_examples": [p.problem.id for p, _ in chosen]}
-        )
-        done |= {
-            "step": step + 1,
-            "train_seconds": train_seconds,
-            "bad_steps": bad,
-            "evaluate": False,
-            "budget": budget.state(),
-        }
-        if config.eval_every and ((step + 1) % config.eval_every == 0 or last):
+        def evaluate():
             refresh(sampler, policy)
-            evaluation = held_out_accuracy(accelerator, decoder, held_out, config, stop, log, step + 1)
-            metrics, done["evaluate"] = metrics | (evaluation or {}), evaluation is None
-            last = keep_best(config, folder, accelerator, policy, tokenizer, evaluation, done) or last
-        if done["evaluate"]:
-            done["metrics"] = metrics
-        else:
-            log.write(metrics)
-        check_bad_steps(config, bad, metrics)
-        if done["evaluate"]:
-            leave(stop, checkpoints, done)
-        if config.save_every and ((step + 1) % config.save_every == 0 or last):
-            checkpoints.save(done)
-            saved = done["step"]
-        if last:
-            break
-    log.close()
-    finish(config, folder, accelerator, policy, tokenizer, len(held_out), done["step"])
-    return folder
+            return held_out_accuracy(run, decoder, held_out)
+
+        run.open(learner, problems, evaluate, total, total)
+        counts = (
+            f"{len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long"
+        )
+        run.say(f"supervised: {counts}, {total} steps of {config.batch_size}")
+
+        for _ in run.steps(evaluate_first=False):
+            with run.timed("step_seconds"):
+                chosen = next_problems(pairs, config.batch_size, run)
+                local = chosen[shard(len(chosen), run.accelerator)]
+                tokens = sum(len(ids) for _, ids in chosen)  # of all processes
+                learning_rate = learner.schedule.get_last_lr()[0]
+                batch = as_rollout(local, decoder.tables, run.device)
+                results = learner.accumulate_gradients(batch, partial(rows_loss, learner, batch, tokens))
+                losses = [loss for loss, _ in results]
+                has_stepped, norm = learner.step(losses)
+                [loss] = learner.sum_over_processes(torch.stack(losses).sum())
+            metrics = {
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 50)),
+                "grad_norm": norm,
+                "learning_rate": learning_rate,
+                "tokens": tokens,
+                **({} if has_stepped else {"skipped": "loss or gradient not finite"}),
+            }
+            run.finish_step(metrics, [problem for problem, _ in chosen])
+    return run.folder
+
+
+def rows_loss(learner, batch, tokens, rows):
+    """The mean cross-entropy's part of some rows; nothing else is logged."""
+    return -learner.scorer(batch, rows)[0].sum() / tokens, {}
+
+
+def warm_start_settings(config):
+    """The settings of the supervised run that comes before a GRPO run: what its own file leaves out is the GRPO run's."""
+    fields = [f.name for f in dataclasses.fields(TrainConfig) if f.name in INHERITED]
+    settings = {name: getattr(config, name) for name in fields}
+    try:
+        settings |= settings_from_file(Config, config.warm_start)
+        settings |= {
+            "output_dir": str(Path(config.output_dir) / "warm_start"),
+            "resume": config.resume,
+            "resume_anyway": config.resume_anyway,
+            "overwrite_output_dir": not config.resume,
+        }
+        return Config(**settings)
+    except SettingError as error:
+        raise SettingError("warm_start", config.warm_start, str(error)) from error
+
+
+def warm_start(config, run):
+    """Where a GRPO run starts from: its model, or output_dir/warm_start, which is trained first unless it is whole.
+
+    With resume, a warm start that was cut off is gone on with.
+    """
+    if config.warm_start == "none":
+        return config.model
+    settings = warm_start_settings(config)
+    folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
+    note, compared = folder / "warm_start.json", json.loads(json.dumps(resolved(settings)))
+    compared = {name: value for name, value in compared.items() if name not in FREE}
+    is_whole = is_main and note.exists() and json.loads(note.read_text()) == compared
+    if not max_over_processes(is_whole):
+        if is_main:
+            note.unlink(missing_ok=True)
+        train(settings, run)
+        if is_main:
+            write_whole(note, json.dumps(compared))
+    run.accelerator.wait_for_everyone()
+    return str(folder)
 
 
 def main():

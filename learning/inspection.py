@@ -1,8 +1,10 @@
-"""M3PO_DEBUG: which paths of a group listened to which, and whether it mattered."""
+"""Looking inside M3PO: which paths of a group listened to which, and whether it mattered (M3PO_DEBUG, report.html)."""
 
 import dataclasses
 import os
 import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,162 +13,182 @@ from decoding.any_model import vocab_logits
 from decoding.rollout import rollout_uniforms
 from decoding.step import draw
 from errors import SettingError
+from learning.log_probs import Scorer
 from learning.memory import free_memory, row_lengths
 
+# Tokens at once: several float32 tensors of (LOGITS_AT_ONCE, vocabulary) exist together.
+LOGITS_AT_ONCE, STATES_AT_ONCE = 256, 4096
 
-def describe_interaction(tokens, alone, mix, thinking, input_change, steps, similarity, divergence):
-    """Text for M3PO_DEBUG: who listened to whom in one group, and did it matter?
 
-    tokens, alone: G lists of token texts, as sampled and as the same draws would have given them had nobody been heard; mix (T, G, G);
-    thinking, input_change (G, T); similarity (steps, G, G) of the next-token distributions at the tokens `steps`; divergence (G,) mean KL.
+@dataclass
+class ListeningEffect:
+    """What the peers did to the first group of a rollout.
+
+    `alone` holds the ids that the same draws give after the same tokens without peers. Where scoring rounds a draw to
+    another token than the sampler did, nothing can be said: `alone` has the sampled one.
     """
-    G, mix, thinking = len(tokens), mix.cpu(), thinking.cpu()
-    heard = mix.sum(-1).T > 0  # (G, T): the input of this token was a blend
-    lines = [f"{G} paths; still thinking after each token: " + " ".join(map(str, thinking.sum(0).tolist()))]
-    for place, t in enumerate(steps):
-        lines.append(
-            f"token {t + 1}: similarity of the paths' distributions | weights (row listens to column)"
-        )
-        for g in range(G):
-            row = (
-                " ".join(f"{v:4.2f}" for v in similarity[place, g].tolist()),
-                " ".join(f"{v:4.2f}" if v else "   ." for v in mix[t, g].tolist()),
-            )
-            lines.append(
-                f"  path {g} {tokens[g][t] if t < len(tokens[g]) else '':>12.12}  {row[0]} | {row[1]}".replace(
-                    "\n", "\\n"
-                )
-            )
-    lines.append("whom each path listened to most, mean weight over the tokens where it heard somebody:")
-    for g in range(G):
-        mean = mix[heard[g], g].mean(0) if heard[g].any() else torch.zeros(G)
-        top = [
-            f"{j} ({mean[j]:.2f})"
-            for j in mean.argsort(descending=True, stable=True).tolist()[:3]
-            if mean[j] > 0
-        ]
-        change = input_change.cpu()[g][heard[g]].mean() if heard[g].any() else 0.0
-        lines.append(f"  path {g}: heard somebody at {int(heard[g].sum())} of {len(tokens[g])} tokens; {', '.join(top) or 'nobody'}; "
-                     f"inputs moved by {change:.1%}, next-token distributions by {divergence[g]:.4f} nats")  # fmt: skip
-    turned = [(g, t) for g in range(G) for t in range(len(tokens[g])) if tokens[g][t] != alone[g][t]]
-    total = sum(map(len, tokens))
-    lines.append(
-        f"did it matter? {len(turned)} of {total} tokens would have been others with the same draws and nobody heard"
-    )
-    for g, t in turned[:8]:
-        peers = [j for j in mix[t - 1, g].argsort(descending=True).tolist()[:2] if t and mix[t - 1, g, j] > 0]
-        said = (
-            ", ".join(f"path {j} said {tokens[j][t - 1]!r} ({mix[t - 1, g, j]:.2f})" for j in peers)
-            or "nobody just before"
-        )
-        lines.append(
-            f"  path {g}, token {t + 1}: {tokens[g][t]!r} instead of {alone[g][t]!r}, having heard: {said}"
-        )
-    return "\n".join(lines)
+
+    steps: list  # the first two tokens, and the one with the most uneven weights
+    similarity: torch.Tensor  # (steps, G, G) cosines of the paths' next-token distributions at these tokens
+    alone: list  # G lists of ids
+    divergence: torch.Tensor  # (G,) mean KL of the next-token distribution from the one without peers, nats
 
 
-LOGITS_AT_ONCE, STATES_AT_ONCE = (
-    256,
-    4096,
-)  # tokens; of the first several float32 tensors of so many rows of the vocabulary are there together
+class Group(NamedTuple):
+    """One group of a rollout, on the CPU."""
+
+    mix: torch.Tensor  # (T, G, G)
+    thinking: torch.Tensor  # (G, T)
+    input_change: torch.Tensor  # (G, T)
+
+
+def debug_every():
+    """M3PO_DEBUG=N: print what happens inside the first group of every N-th step; unset or 0: never."""
+    value = os.environ.get("M3PO_DEBUG", "0") or "0"
+    if not (value.isascii() and value.isdecimal()):
+        remedy = "must be a whole number: 1 looks inside every step, 10 inside every tenth"
+        raise SettingError("M3PO_DEBUG", value, remedy)
+    return int(value)
+
+
+def inspect_group(run, sampler, decoder, sampled, step):
+    """The ListeningEffect of this step's first group, in the steps where the settings or M3PO_DEBUG ask for it.
+
+    None in other steps, on other processes, and where paths do not interact. With M3PO_DEBUG it is printed too. It
+    must be called before the update: it reads the group again with the weights that sampled it.
+    """
+    config, rollout, every = run.config, sampled.rollout, debug_every()
+    is_printed = bool(every) and step % every == 0
+    is_reported = bool(config.log_groups and config.inspect_every) and step % config.inspect_every == 0
+    if not run.accelerator.is_main_process or not (is_printed or is_reported):
+        return None
+    if rollout.mix is None:
+        if is_printed:
+            run.say("M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other")
+        return None
+    G, T = config.num_generations, config.max_completion_length
+    uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], G, T)
+    try:
+        effect = interaction_effect(Scorer(sampler, decoder.tables), rollout, uniforms)
+    except torch.OutOfMemoryError:  # a run must not end because of its report
+        remedy = "--inspect_every 0 leaves it out"
+        warnings.warn(f"no memory to read a group again without its peers: {remedy}", stacklevel=2)
+        free_memory()
+        return None
+    if is_printed:
+        group = Group(rollout.mix[0].cpu(), rollout.thinking[:G].cpu(), rollout.input_change[:G].cpu())
+        ids = [ids for ids, _ in sampled.completions[:G]]
+        text = describe_interaction(_pieces(decoder, ids), _pieces(decoder, effect.alone), group, effect)
+        run.say(f"M3PO_DEBUG, step {step + 1}, first group: {text}")
+        run.say(f"  to see every token: {run.folder / 'report.html'}")
+    return effect
+
+
+def _pieces(decoder, rows):
+    return [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows]
 
 
 @torch.no_grad()
 def interaction_effect(scorer, rollout, uniforms):
-    """What the blending did to the first group of a rollout, by scoring it again with and without it, some of its paths at a time.
-
-    Returns steps, the first two and the one where the weights are the most uneven; similarity (steps, G, G), the cosines of the paths'
-    next-token distributions there; alone, G lists of the ids that the same draws (G, T) give after the same tokens where nobody is heard;
-    divergence (G,), the mean KL in nats. Where scoring rounds a draw to another token than the sampler did, nobody knows: `alone` has the sampled one.
-    """
+    """The ListeningEffect of the first group: it is scored again with and without peers, by the draws (G, T) it had."""
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
-    steps = sorted(
-        {
-            0,
-            min(1, len(rollout.mix[0]) - 1),
-            int((rollout.mix[0].amax((1, 2)) - rollout.mix[0].sum((1, 2)) / G**2).argmax()),
-        }
-    )
-    others, similar, divergence = [], [], torch.zeros(G)
-    lengths, together = rollout.sizes[1][:G], max(1, STATES_AT_ONCE // max(row_lengths(rollout)[:G]))
+    lengths = rollout.sizes[1][:G]
+    rows_at_once = max(1, STATES_AT_ONCE // max(row_lengths(rollout)[:G]))
+    steps, alone, distributions, divergence = _steps_to_show(rollout.mix[0]), [], [], torch.zeros(G)
     with torch.autocast(**scorer.autocast):
-        for g in range(G):
-            if g % together == 0:
-                rows = list(range(g, min(g + together, G)))
-                hidden = [
-                    scorer.hidden(r, rows)[0].split(lengths[g : g + together]) for r in (rollout, plain)
+        for first in range(0, G, rows_at_once):
+            rows = list(range(first, min(first + rows_at_once, G)))
+            sizes = [lengths[g] for g in rows]
+            states = scorer.hidden(rollout, rows)[0].split(sizes)
+            plain_states = scorer.hidden(plain, rows)[0].split(sizes)
+            for g, state, plain_state in zip(rows, states, plain_states, strict=True):
+                ids, divergence[g] = _without_peers(scorer, rollout, g, state, plain_state, uniforms)
+                alone.append(ids)
+                shown = [
+                    vocab_logits(scorer.model, state[t : t + 1], scorer.tables)
+                    for t in steps
+                    if t < lengths[g]
                 ]
-            states, length, other = [h[g % together] for h in hidden], lengths[g], []
-            for part in (slice(t, min(t + LOGITS_AT_ONCE, length)) for t in range(0, length, LOGITS_AT_ONCE)):
-                heard, alone = (
-                    (vocab_logits(scorer.model, h[part], scorer.tables) / rollout.temperature).log_softmax(-1)
-                    for h in states
-                )
-                again, unheard = (draw(x, uniforms[g, part].to(x.device))[0] for x in (heard, alone))
-                other += torch.where(again == rollout.ids[g, part], unheard, rollout.ids[g, part]).tolist()
-                divergence[g] += (heard.exp() * (heard - alone)).sum().cpu() / length
-            others.append(other)
-            there = [
-                vocab_logits(scorer.model, states[0][t : t + 1], scorer.tables).softmax(-1)[0]
-                for t in steps
-                if t < length
-            ]
-            similar.append(
-                torch.stack(
-                    [
-                        F.normalize(there[i], dim=-1) if i < len(there) else torch.zeros_like(there[0])
-                        for i in range(len(steps))
-                    ]
-                )
-            )
-    stacked = torch.stack(similar, dim=1)  # (steps, G, V)
-    return {"steps": steps, "similarity": stacked @ stacked.mT, "alone": others, "divergence": divergence}
+                shown = [F.normalize(logits.softmax(-1)[0], dim=-1) for logits in shown]
+                shown += [torch.zeros_like(shown[0])] * (len(steps) - len(shown))  # a path that ended earlier
+                distributions.append(torch.stack(shown))
+    stacked = torch.stack(distributions, dim=1)  # (steps, G, V)
+    return ListeningEffect(steps, stacked @ stacked.mT, alone, divergence)
 
 
-def debug_every():
-    """M3PO_DEBUG=N: look inside the first group of every N-th step; unset or 0: never."""
-    value = os.environ.get("M3PO_DEBUG", "0") or "0"
-    if not (value.isascii() and value.isdecimal()):
-        raise SettingError(
-            "M3PO_DEBUG", value, "must be a whole number: 1 looks inside every step, 10 inside every tenth"
+def _steps_to_show(mix):
+    """The first two tokens, and the one with the most uneven weights: mix (T, G, G)."""
+    uneven = mix.amax((1, 2)) - mix.sum((1, 2)) / mix.shape[-1] ** 2
+    return sorted({0, min(1, len(mix) - 1), int(uneven.argmax())})
+
+
+def _without_peers(scorer, rollout, row, states, plain_states, uniforms):
+    """The ids of a row as they would be without peers, and the mean KL; states (length, E), some tokens at a time."""
+    ids, divergence, length = [], 0.0, len(states)
+    for start in range(0, length, LOGITS_AT_ONCE):
+        part = slice(start, min(start + LOGITS_AT_ONCE, length))
+        with_peers, without = (
+            (vocab_logits(scorer.model, s[part], scorer.tables) / rollout.temperature).log_softmax(-1)
+            for s in (states, plain_states)
         )
-    return int(value)
+        draws = uniforms[row, part].to(with_peers.device)
+        again, other, sampled = draw(with_peers, draws)[0], draw(without, draws)[0], rollout.ids[row, part]
+        ids += torch.where(again == sampled, other, sampled).tolist()
+        divergence += (with_peers.exp() * (with_peers - without)).sum().cpu() / length
+    return ids, divergence
 
 
-def look_inside(scorer, sampled, step, config):
-    """What the paths of the first group did to each other, in the steps where somebody wants to know; None in others, and where nobody listens."""
-    wanted = any(
-        every and step % every == 0 for every in (config.log_groups and config.inspect_every, debug_every())
-    )
-    if sampled.rollout.mix is None or not wanted:
-        return None
-    uniforms = rollout_uniforms(
-        config.seed, step, sampled.retries[0], config.num_generations, config.max_completion_length
-    )
-    try:
-        return interaction_effect(scorer, sampled.rollout, uniforms)
-    except torch.OutOfMemoryError:  # it is there to be looked at, and no run may end for it
-        warnings.warn(
-            "no memory to read a group again with nobody heard: --inspect_every 0 leaves it out", stacklevel=2
+def describe_interaction(tokens, alone, group, effect):
+    """Text for M3PO_DEBUG: who listened to whom in a group, and did it matter? tokens, alone: G lists of token texts."""
+    counts = " ".join(map(str, group.thinking.sum(0).tolist()))
+    lines = [f"{len(tokens)} paths; still thinking after each token: {counts}"]
+    for t, similarity in zip(effect.steps, effect.similarity, strict=True):
+        lines += _describe_step(tokens, t, similarity, group.mix[t])
+    lines.append("whom each path listened to most, mean weight over the tokens where it heard somebody:")
+    for g, path in enumerate(tokens):
+        lines.append(f"  path {g}: {_describe_path(len(path), g, group, effect.divergence[g])}")
+    changed = [(g, t) for g, path in enumerate(tokens) for t in range(len(path)) if path[t] != alone[g][t]]
+    total = sum(map(len, tokens))
+    what = "tokens would have been others with the same draws and without peers"
+    lines.append(f"did it matter? {len(changed)} of {total} {what}")
+    for g, t in changed[:8]:
+        heard = _describe_heard(tokens, g, t, group.mix)
+        lines.append(
+            f"  path {g}, token {t + 1}: {tokens[g][t]!r} instead of {alone[g][t]!r}, having heard: {heard}"
         )
-        free_memory()
-        return None
+    return "\n".join(lines)
 
 
-def explain_first_group(decoder, rollout, inside, step, config, folder):
-    """The text of M3PO_DEBUG for the first group of this process."""
-    if inside is None:
-        return (
-            "M3PO_DEBUG: m3po_lambda is 0, the paths do not look at each other"
-            if rollout.mix is None
-            else "M3PO_DEBUG: no memory to look inside"
-        )
-    G, inside = config.num_generations, dict(inside)
-    sampled, alone = (
-        [[decoder.tokenizer.decode([i]) for i in ids] for ids in rows]
-        for rows in ([i for i, _ in rollout.completions()[:G]], inside.pop("alone"))
+def _describe_step(tokens, t, similarity, weights):
+    yield f"token {t + 1}: similarity of the paths' distributions | weights (row listens to column)"
+    for g, path in enumerate(tokens):
+        token = (path[t] if t < len(path) else "").replace("\n", "\\n")
+        alike = " ".join(f"{v:4.2f}" for v in similarity[g].tolist())
+        heard = " ".join(f"{v:4.2f}" if v else "   ." for v in weights[g].tolist())
+        yield f"  path {g} {token:>12.12}  {alike} | {heard}"
+
+
+def _describe_path(length, g, group, divergence):
+    """To whom path g listened most, and how much it changed."""
+    heard = group.mix[:, g].sum(-1) > 0  # (T,) the input of this token was a blend
+    mean, change = torch.zeros(group.mix.shape[-1]), 0.0
+    if heard.any():
+        mean, change = group.mix[heard, g].mean(0), group.input_change[g][heard].mean()
+    order = mean.argsort(descending=True, stable=True).tolist()[:3]
+    peers = ", ".join(f"{j} ({mean[j]:.2f})" for j in order if mean[j] > 0)
+    return (
+        f"heard somebody at {int(heard.sum())} of {length} tokens; {peers or 'nobody'}; "
+        f"inputs moved by {change:.1%}, next-token distributions by {divergence:.4f} nats"
     )
-    text = describe_interaction(
-        sampled, alone, rollout.mix[0], rollout.thinking[:G], rollout.input_change[:G], **inside
+
+
+def _describe_heard(tokens, g, t, mix):
+    """What path g heard just before token t, from the two peers with the largest weights."""
+    if t == 0:
+        return "nobody just before"
+    weights = mix[t - 1, g]
+    peers = [j for j in weights.argsort(descending=True).tolist()[:2] if weights[j] > 0]
+    return (
+        ", ".join(f"path {j} said {tokens[j][t - 1]!r} ({weights[j]:.2f})" for j in peers)
+        or "nobody just before"
     )
-    return f"M3PO_DEBUG, step {step + 1}, first group: {text}\n  to see every token: {folder / 'report.html'}"

@@ -1,54 +1,102 @@
-"""The optimiser, its schedule, and the step that is taken only when loss and gradient are finite."""
+"""The learner: the policy with everything that an optimiser step needs; a step is taken only when it is finite."""
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from transformers import get_scheduler
 
 from errors import RunError
-from learning.memory import REMEDIES
-from learning.parallel import whole
+from learning.log_probs import make_scorer
+from learning.memory import REMEDIES, TokenBudget, within_memory
+from learning.parallel import distribute, whole
+
+
+@dataclass
+class Learner:
+    """Policy, reference (None without a KL), their scorers, optimiser, schedule and the budget of tokens at once."""
+
+    accelerator: object
+    policy: torch.nn.Module
+    reference: torch.nn.Module | None
+    tokenizer: object  # saved with the policy
+    scorer: torch.nn.Module  # the policy's, as data parallelism runs it
+    reference_scorer: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    budget: TokenBudget
+    max_grad_norm: float
+
+    def accumulate_gradients(self, rollout, loss_of_rows):
+        """Gradients of loss_of_rows(rows) -> (loss, sums) over micro-batches that fit into memory; returns its results.
+
+        The loss is a sum over the global batch: data parallelism averages, hence the number of processes.
+        """
+
+        def one_batch(rows, counts):
+            loss, sums = loss_of_rows(rows)
+            (loss * (counts * self.accelerator.num_processes)).backward()
+            return loss.detach(), sums
+
+        return within_memory(self.accelerator, self.scorer, rollout, self.budget, one_batch)
+
+    def step(self, losses):
+        """Clip the gradients, then step; returns (whether it stepped, gradient norm before clipping).
+
+        A loss or gradient that is not finite, on any process, changes no weight. The schedule goes on either way,
+        and the gradients are spent.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.max_grad_norm or math.inf)
+        norm = whole(norm)
+        is_bad = ~(torch.isfinite(norm) & torch.isfinite(torch.stack(losses)).all())
+        has_stepped = float(self.accelerator.reduce(is_bad.float(), "sum")) == 0  # device sync
+        if has_stepped:
+            try:
+                self.optimizer.step()
+            except torch.OutOfMemoryError as error:
+                raise RunError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        return has_stepped, float(norm)
+
+    def sum_over_processes(self, *values):
+        """The sums of some 0-d tensors over all processes, as numbers."""
+        return self.accelerator.reduce(torch.stack(values), "sum").tolist()  # device sync
+
+
+def make_learner(config, accelerator, policy, reference, decoder, total_steps):
+    """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer."""
+    scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
+    reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
+    optimizer, schedule = make_optimizer(policy, config, total_steps)  # of weights that are sharded by now
+    return Learner(
+        accelerator=accelerator,
+        policy=policy,
+        reference=reference,
+        tokenizer=decoder.tokenizer,
+        scorer=scorer,
+        reference_scorer=reference_scorer,
+        optimizer=optimizer,
+        schedule=schedule,
+        budget=TokenBudget(config, policy),
+        max_grad_norm=config.max_grad_norm,
+    )
 
 
 def make_optimizer(model, config, total_steps):
-    """AdamW over the weights that are trained, decay on matrices only, and its schedule over `total_steps` optimiser steps."""
+    """AdamW over the weights that are trained, decay on matrices only, and its schedule over `total_steps` steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
+    others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     kind = functools.partial(torch.optim.AdamW, fused=trained[0].device.type == "cuda")
     if config.optimizer == "adamw_8bit":
         import bitsandbytes
 
-        kind = (
-            bitsandbytes.optim.AdamW8bit
-        )  # moments in blocks of 8-bit codes; of weights under 4,096 numbers in float32
-    optimizer = kind(
-        [g for g in groups if g["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-    )
+        # moments in blocks of 8-bit codes; those of weights with fewer than 4,096 numbers in float32
+        kind = bitsandbytes.optim.AdamW8bit
+    groups = [group for group in (matrices, others) if group["params"]]
+    optimizer = kind(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
     warmup = math.ceil(config.warmup_ratio * total_steps)
     name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
     return optimizer, get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
-
-
-def guarded_step(accelerator, scorer, optimizer, schedule, losses, max_grad_norm):
-    """Clip, then step; a loss or gradient that is not finite, on any process, changes nothing. The schedule goes on in either case.
-
-    Returns (stepped, gradient norm before clipping). Gradients are spent.
-    """
-    norm = whole(torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm or math.inf))
-    bad = ~(torch.isfinite(norm) & torch.isfinite(losses).all())
-    stepped = float(accelerator.reduce(bad.float(), "sum")) == 0  # device sync
-    if stepped:
-        try:
-            optimizer.step()
-        except torch.OutOfMemoryError as error:
-            raise RunError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
-    optimizer.zero_grad(set_to_none=True)
-    schedule.step()
-    return stepped, float(norm)

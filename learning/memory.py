@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from errors import RunError
-from learning.parallel import largest
+from learning.parallel import max_over_processes
 
 MOST_TOKENS = 6144  # that go through a model of FULL_SIZE at once where nobody says: more are a little faster, and take their memory
 
@@ -93,7 +93,7 @@ class TokenBudget:
         if accelerator.device.type != "cuda":
             self.tokens = self.most
             return
-        enough = largest(min(ENOUGH_TOKENS, sum(row_lengths(rollout))))
+        enough = max_over_processes(min(ENOUGH_TOKENS, sum(row_lengths(rollout))))
         fits = self._try(accelerator, scorer, rollout)
         if self.may_recompute and not self.recomputes and fits < enough:
             self.recompute()
@@ -137,7 +137,7 @@ class TokenBudget:
                 fits, wanted = 0 if len(many) == 1 or isinstance(scorer, FSDPModule) else None, wanted // 2
             scorer.zero_grad(set_to_none=True)
             free_memory()
-        return -largest(-fits)
+        return -max_over_processes(-fits)
 
     def _peak(self, accelerator, scorer, rollout, rows):
         before = torch.cuda.memory_allocated()
@@ -178,7 +178,7 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
     who = "" if alone else f"process {accelerator.process_index}: "
     while True:
         batches, results, last = micro_batches(rollout, budget.tokens), [], False
-        turns = largest(len(batches)) if sharded else len(batches)
+        turns = max_over_processes(len(batches)) if sharded else len(batches)
         try:
             for i in range(turns):
                 rows, counts = (batches[i], 1.0) if i < len(batches) else (batches[-1][-1:], 0.0)

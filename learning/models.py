@@ -113,17 +113,31 @@ def check_positions(model, problems, config):
         raise SettingError("max_completion_length", config.max_completion_length, remedy)
 
 
+def load_models(config, name, tokenizer, device):
+    """Policy, sampler and reference (None where beta is 0) of a GRPO run, all with the weights of `name`."""
+    policy = load_policy(config, name, tokenizer, device)
+    sampler = load_frozen(config, name, tokenizer, device)
+    reference = load_frozen(config, name, tokenizer, device) if config.beta > 0 else None
+    return policy, sampler, reference
+
+
 def load_policy(config, name, tokenizer, device):
-    """The model that is trained: float32 in full, or with LoRA a frozen base in the sampler's dtype and float32 adapters.
+    """The model that is trained: float32, or with LoRA a frozen base in the sampler's dtype and float32 adapters.
 
     In train mode: gradient checkpointing needs it; every dropout is 0 (I11).
     """
-    load = dict(name=name, tokenizer=tokenizer, device=device, trust_remote_code=config.trust_remote_code)
-    policy = load_model(dtype=rollout_dtype(config) if config.lora_r else torch.float32, **load)
+    dtype = rollout_dtype(config) if config.lora_r else torch.float32
+    policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code)
     if config.lora_r:
-        torch.manual_seed(config.seed)  # the adapters are the same whatever was drawn before
+        torch.manual_seed(config.seed)  # the adapters do not depend on what was drawn before
         add_adapters(policy, config)
     return policy.train()
+
+
+def load_frozen(config, name, tokenizer, device):
+    """A copy that samples, or that the KL is measured against: in the dtype of rollouts, without gradients."""
+    model = load_model(name, tokenizer, rollout_dtype(config), device, config.trust_remote_code)
+    return model.eval().requires_grad_(False)
 
 
 def add_adapters(model, config):

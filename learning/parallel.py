@@ -37,6 +37,11 @@ def shard(count, accelerator, rows_each=1):
     return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
 
 
-def largest(value):
-    """The largest of a number over the processes."""
+def max_over_processes(value):
+    """The largest value that any process has."""
     return max(gather_object([value]))
+
+
+def first_over_processes(value):
+    """The value of the first process that has one, None where none has; the same on all processes."""
+    return next((v for v in gather_object([value]) if v), None)

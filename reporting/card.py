@@ -29,7 +29,7 @@ RECIPE = ("answer_format reward_set reward batch_size num_generations max_comple
           "loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha num_epochs seed").split()  # fmt: skip
 
 
-def model_card(config, folder, held_out):
+def model_card(config, folder):
     """The card as text: what was trained on what and how, what came out with 95% intervals, how to load it; every number is the run's own."""
     lines, settings = read_metrics(folder), resolved(config)
     last = lines[-1]
@@ -62,7 +62,7 @@ def model_card(config, folder, held_out):
 
 {Path(config.model).name} after {last["step"]} steps of {method} on {dataset}, {last["train_seconds"] / 60:.0f} minutes of training.
 
-{_results(lines, held_out)}
+{_results(lines)}
 ## Use
 
 The model was trained with this system prompt, and answers in the format that it asks for (`{config.answer_format}`):
@@ -87,24 +87,19 @@ Versions: {", ".join(f"{k} {v}" for k, v in settings["versions"].items())}; comm
     return ModelCard(text).content
 
 
-def _results(lines, held_out):
-    found = [
-        (which, line[key])
-        for line in lines
-        for which, key in (("before", "eval_accuracy_before"), ("after", "eval_accuracy"))
-        if key in line
-    ]
-    before, after = (
-        next((v for w, v in order if w == which), None)
-        for which, order in (("before", found), ("after", found[::-1]))
-    )
-    if after is None:
+def _results(lines):
+    """The held-out accuracy before and after, as a table."""
+    before = next((line["eval_accuracy_before"] for line in lines if "eval_accuracy_before" in line), None)
+    evaluated = [line for line in lines if "eval_accuracy" in line]
+    if not evaluated:
         return "No held-out problems were evaluated in the run.\n"
-    rows = [(w, v) for w, v in (("before", before), ("after", after)) if v is not None]
-    text = f"Greedy accuracy on {held_out} problems held out from the training split, with 95% intervals (Wilson):\n\n| | accuracy |\n|---|---|\n"
+    count, rows = evaluated[-1]["eval_questions"], [("before", before), ("after", evaluated[-1]["eval_accuracy"])]
+    what = f"Greedy accuracy on {count} problems held out from the training split, with 95% intervals (Wilson)"
+    text = f"{what}:\n\n| | accuracy |\n|---|---|\n"
     for which, value in rows:
-        low, high = stats.binomtest(round(value * held_out), held_out).proportion_ci(method="wilson")
-        text += f"| {which} | {value:.3f} ({low:.3f} to {high:.3f}) |\n"
+        if value is not None:
+            low, high = stats.binomtest(round(value * count), count).proportion_ci(method="wilson")
+            text += f"| {which} | {value:.3f} ({low:.3f} to {high:.3f}) |\n"
     return text
 
 

@@ -1,8 +1,9 @@
 """Checkpoints that survive what happens to long runs, and going on from them.
 
-A checkpoint is a folder checkpoint-<step> in output_dir: the policy as transformers loads it (float32), moments and the rest in safetensors, the
-state in JSON, and a manifest with the size and sha256 of each file, written last. It is made under one fixed temporary name, every file and folder
-is synced, and it appears under its own name when it is whole. Nothing in it is ever unpickled.
+A checkpoint is a folder checkpoint-<step> in output_dir: the policy as transformers loads it (float32), moments and
+the rest in safetensors, the state in JSON, and a manifest with the size and sha256 of each file, written last. It is
+made under one fixed temporary name, every file and folder is synced, and it appears under its own name when it is
+whole. Nothing in it is ever unpickled.
 """
 
 import hashlib
@@ -12,22 +13,19 @@ import shutil
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import RunError, SettingError
 from learning.models import merged_state
-from learning.parallel import largest, whole
-from reporting.files import FINISHED
-from running.evaluation import held_out_accuracy
-from running.folder import keep_best, save_model
-from running.run import leave
+from learning.parallel import first_over_processes, max_over_processes, whole
+from reporting.files import FINISHED, LOGS
+from running.folder import save_model
 from running.settings import resolved
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
-
+STATE, TENSORS = "training_state.json", "training_state.safetensors"
 
 # Settings that a resumed run may have otherwise without a word: they change no weight.
 FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
@@ -38,17 +36,302 @@ FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_e
 NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
 
 
-def _sync(path):
-    handle = os.open(path, os.O_RDONLY)
+class Checkpoints:
+    """Saves and restores everything that a step depends on: weights, moments, schedule, reference, progress, logs."""
+
+    def __init__(self, run, problems):
+        self.run, self.learner, self.config, self.folder = run, run.learner, run.config, run.folder
+        self.is_main = run.accelerator.is_main_process
+        self.data = data_fingerprint(problems)
+        if self.is_main:
+            for name in (TEMPORARY, OLD):  # a crash can leave them behind
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        if self.config.save_every:
+            self._refuse_little_disk()
+
+    def _refuse_little_disk(self):
+        """Before the first step: room for one checkpoint more than there are."""
+        policy, reference = self.learner.policy, self.learner.reference
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        every = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
+        needed = 4 * every + self.config.moment_bytes * trained
+        if reference is not None:
+            needed += sum(p.numel() * p.element_size() for p in reference.parameters())
+        free = shutil.disk_usage(self.folder).free
+        if max_over_processes(needed > free):
+            sizes = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+            raise SettingError("save_every", self.config.save_every, sizes)
+
+    def save(self):
+        """Write checkpoint-<step>, then delete what keep_checkpoints does not keep. Every process must call it."""
+        policy, reference = self.learner.policy, self.learner.reference
+        weights = merged_state(policy, torch.float32, keep=self.is_main)
+        tensors, numbers = optimizer_state(self.learner.optimizer, keep=self.is_main)
+        if self.config.lora_r:
+            tensors |= _on_cpu("policy.", ((n, p) for n, p in policy.named_parameters() if p.requires_grad))
+        if reference is not None and self.is_main:
+            tensors |= _on_cpu("reference.", reference.named_parameters())
+        problem = self._try_to_write(weights, tensors, numbers) if self.is_main else None
+        problem = first_over_processes(problem)
+        if problem:
+            raise RunError(problem)
+
+    def _try_to_write(self, weights, tensors, numbers):
+        """None, or why the checkpoint could not be written."""
+        step = self.run.progress.step
+        try:
+            self._write(step, weights, tensors, numbers)
+        except (OSError, SafetensorError, RunError) as error:
+            shutil.rmtree(self.folder / TEMPORARY, ignore_errors=True)
+            needed = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
+            free = shutil.disk_usage(self.folder).free
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            sizes = f"it needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            return f"could not save checkpoint-{step} ({reason}): {sizes}; earlier ones are whole"
+        return None
+
+    def _write(self, step, weights, tensors, numbers):
+        temporary, target = self.folder / TEMPORARY, self.folder / f"checkpoint-{step}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_model(self.learner.policy, self.learner.tokenizer, temporary, torch.float32, weights)
+        if (
+            not self.config.lora_r
+        ):  # transformers renames the experts of some models: keep ours under our own names
+            written = {
+                name for file in temporary.glob("*.safetensors") for name in safe_open(file, "pt").keys()
+            }
+            names = [name for name, _ in self.learner.policy.named_parameters() if name not in written]
+            tensors |= {f"policy.{name}": weights[name] for name in names}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / TENSORS)
+        (temporary / STATE).write_text(json.dumps(self._state(numbers), indent=1) + "\n")
+        shutil.copy(self.folder / "run_config.yaml", temporary)  # grpo_eval.py reads the format from it
+        for name in LOGS:
+            _sync(self.folder / name)
+        seal(temporary)
+        if target.exists():  # damaged, so that it was not resumed from
+            target.rename(self.folder / OLD)
+        temporary.rename(target)
+        _sync(self.folder)
+        shutil.rmtree(self.folder / OLD, ignore_errors=True)
+        existing = checkpoints(self.folder)
+        kept = [path for path in existing if _step_of(path) <= step][: self.config.keep_checkpoints or None]
+        for path in set(existing) - set(kept):  # older ones, and ones newer than the one resumed from
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _state(self, numbers):
+        """What JSON can hold of the state."""
+        schedule = self.learner.schedule.state_dict()
+        return {
+            "progress": vars(self.run.progress),
+            "budget": self.learner.budget.state(),
+            "optimizer": numbers,
+            "schedule": {name: value for name, value in schedule.items() if name != "lr_lambdas"},
+            "data": self.data,
+            "world_size": self.run.accelerator.num_processes,
+            "settings": resolved(self.config),
+            "logs": {name: (self.folder / name).stat().st_size for name in LOGS},
+        }
+
+    def resume(self):
+        """Restore the newest whole checkpoint; returns its state, or None where the run has none yet."""
+        path, finished = self.newest(), self.folder / FINISHED
+        if path is not None:
+            state = self.restore(path)
+            self.learner.budget.restore(state.get("budget"))
+            self.run.say(f"going on from {path}, after step {_step_of(path)}")
+            return state
+        if (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
+            what = "has no checkpoint that is whole"
+            if finished.exists():
+                what = f"finished {finished_steps(finished)} steps and left no checkpoint"
+            remedy = "there is nothing to go on from; begin anew with --overwrite_output_dir true"
+            raise SettingError("resume", str(self.folder), f"{what}: {remedy}")
+        self.run.say(f"no checkpoint in {self.folder}: starting from the beginning")
+        return None
+
+    def newest(self):
+        """The newest whole checkpoint, or None; damaged ones are named. The same on all processes."""
+        chosen = None
+        for path in checkpoints(self.folder) if self.is_main else ():
+            reason = damage(path)
+            if reason is None:
+                chosen = path.name
+                break
+            self.run.say(f"passed over {path}: {reason}")
+        chosen = first_over_processes(chosen)
+        return None if chosen is None else self.folder / chosen
+
+    def restore(self, path):
+        """Load a checkpoint into policy, optimiser, schedule and reference, cut the logs back; returns its state."""
+        state = json.loads((path / STATE).read_text())
+        self._refuse_other(path, state)
+        tensors = load_file(path / TENSORS)
+        weights = _with_prefix("policy.", tensors)
+        if not self.config.lora_r:
+            for file in sorted(set(path.glob("*.safetensors")) - {path / TENSORS}):
+                weights = load_file(file) | weights
+        self._copy(self.learner.policy, weights, path)
+        if self.learner.reference is not None:
+            self._copy(self.learner.reference, _with_prefix("reference.", tensors), path)
+        load_optimizer(self.learner.optimizer, state["optimizer"], _with_prefix("optimizer.", tensors))
+        load_schedule(self.learner.schedule, self.learner.optimizer, state["schedule"])
+        if self.is_main:
+            self._cut_logs(state["logs"], path)
+        self.run.accelerator.wait_for_everyone()
+        return state
+
+    def _cut_logs(self, sizes, path):
+        """What the logs hold of steps after the checkpoint goes."""
+        for name in LOGS:
+            file = self.folder / name
+            if name not in sizes:  # the version that wrote the checkpoint did not have this log
+                file.touch()
+            if not file.exists() or file.stat().st_size < sizes.get(name, 0):
+                what = f"{file} is shorter than when {path.name} was written"
+                raise RunError(f"{what}: it is not this run's any more")
+            os.truncate(file, sizes.get(name, 0))
+
+    @torch.no_grad()
+    def _copy(self, model, values, path):
+        for name, parameter in model.named_parameters():
+            if self.config.lora_r and not parameter.requires_grad and name not in values:
+                continue  # frozen weights are not saved; they come from the base model
+            if name not in values or values[name].shape != parameter.shape:
+                raise RunError(f"{path}: {name} is missing, or not of shape {tuple(parameter.shape)}")
+            parameter.copy_(_as_sharded(values[name], parameter))
+
+    def _refuse_other(self, path, state):
+        """Refuse to go on from a checkpoint of other settings, data or number of processes."""
+        now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
+        compared = {*now, *then} - FREE
+        differ = {
+            name: (then.get(name), now.get(name)) for name in compared if then.get(name) != now.get(name)
+        }
+        if state["data"] != self.data:
+            differ["data"] = state["data"][:12], self.data[:12]
+        if state["world_size"] != self.run.accelerator.num_processes:
+            differ["world_size"] = state["world_size"], self.run.accelerator.num_processes
+        hard = {name: pair for name, pair in differ.items() if name in NEVER}
+        if "beta" in differ and not then["beta"]:  # beta 0 kept no reference
+            hard["beta"] = differ["beta"]
+        if not differ or (self.config.resume_anyway and not hard):
+            return
+        pairs = sorted((hard or differ).items())
+        shown = ", ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in pairs)
+        remedy = "say --resume_anyway true to go on with the new values"
+        if hard:
+            remedy = "what is saved would not fit"
+        raise SettingError("resume", str(path), f"was written by another run: {shown}; {remedy}")
+
+
+def _on_cpu(prefix, named):
+    return {f"{prefix}{name}": p.detach().cpu() for name, p in named}
+
+
+def _with_prefix(prefix, tensors):
+    """The tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _as_sharded(value, parameter):
+    """A whole tensor as the parameter holds its own: on its device, sharded where it is."""
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
+def optimizer_state(optimizer, keep):
+    """Moments as tensors named by the number of their weight, and all else as numbers that JSON can hold."""
+    state, tensors = optimizer.state_dict(), {}
+    numbers = {"groups": state["param_groups"], "state": {}}
+    for index, values in state["state"].items():
+        for key, value in _flat(values):
+            if not torch.is_tensor(value):
+                numbers["state"].setdefault(str(index), {})[key] = value
+                continue
+            value = whole(value)  # all processes take part
+            if keep:
+                tensors[f"optimizer.{index}.{key}"] = value.detach().cpu().clone()
+    return tensors, numbers
+
+
+def load_optimizer(optimizer, numbers, tensors):
+    """Put back what `optimizer_state` gave; settings that --resume_anyway may change stay those of this run."""
+    flat = {int(index): dict(values) for index, values in numbers["state"].items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, tensor in tensors.items():
+        index, key = name.split(".", 1)
+        parameter = parameters[int(index)]
+        if tensor.shape == parameter.shape:
+            tensor = _as_sharded(tensor, parameter)
+        flat.setdefault(int(index), {})[key] = tensor
+    state = {index: _nested(values) for index, values in flat.items()}
+    groups = []
+    for saved, group in zip(numbers["groups"], optimizer.param_groups, strict=True):
+        groups.append(saved | {key: group[key] for key in ("weight_decay", "betas", "initial_lr")})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def load_schedule(schedule, optimizer, saved):
+    """Go on at the saved step, with this run's learning rates."""
+    rates = schedule.base_lrs
+    schedule.load_state_dict({**saved, "base_lrs": rates, "lr_lambdas": [None] * len(rates)})
+    for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _flat(values, above=""):
+    """(path, value) of a dict that may hold dicts (bitsandbytes keeps its codes so)."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}/")
+        else:
+            yield f"{above}{key}", value
+
+
+def _nested(flat):
+    """The dict that `_flat` took apart."""
+    values = {}
+    for path, value in flat.items():
+        *above, key = path.split("/")
+        inner = values
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[key] = value
+    return values
+
+
+def data_fingerprint(problems):
+    """sha256 over the problems and their prompts, in their order."""
+    digest = hashlib.sha256()
+    for p in problems:
+        texts = [p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]
+        digest.update(json.dumps(texts).encode())
+    return digest.hexdigest()
+
+
+def checkpoints(output_dir):
+    """The checkpoint folders of a run, newest first."""
+    folders = Path(output_dir).glob("checkpoint-*")
+    numbered = [path for path in folders if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(numbered, key=_step_of, reverse=True)
+
+
+def _step_of(path):
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def finished_steps(path):
+    """The steps that a finished run noted; 0 where there is no note."""
+    if not path.exists():
+        return 0
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _digest(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return int(json.loads(path.read_text())["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        remedy = "delete it and the run goes on from its newest checkpoint"
+        raise RunError(f"{path} is damaged: {remedy}") from error
 
 
 def seal(folder):
@@ -69,11 +352,9 @@ def damage(folder):
         entries = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return "it has no manifest: its writing was cut off"
-    if not isinstance(entries, dict) or not all(
-        isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries.values()
-    ):
+    if not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):
         return "its manifest is not what was written"
-    if missing := {"training_state.json", "training_state.safetensors"} - set(entries):
+    if missing := {STATE, TENSORS} - set(entries):
         return f"its manifest does not name {min(missing)}"
     for name, entry in entries.items():
         path = folder / name
@@ -86,363 +367,18 @@ def damage(folder):
     return None
 
 
-def finished_steps(path):
-    """The steps that a finished run noted; 0 where there is no note."""
-    if not path.exists():
-        return 0
+def _is_entry(entry):
+    return isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry)
+
+
+def _digest(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path):
+    handle = os.open(path, os.O_RDONLY)
     try:
-        return int(json.loads(path.read_text())["step"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunError(
-            f"{path} is damaged: delete it and the run goes on from its newest checkpoint"
-        ) from error
-
-
-def checkpoints(output_dir):
-    """The checkpoint folders of a run, newest first."""
-    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=_step_of, reverse=True)
-
-
-def _step_of(path):
-    return int(path.name.removeprefix("checkpoint-"))
-
-
-def data_fingerprint(problems):
-    """sha256 over the problems and their prompts, in their order."""
-    digest = hashlib.sha256()
-    for p in problems:
-        digest.update(
-            json.dumps(
-                [p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]
-            ).encode()
-        )
-    return digest.hexdigest()
-
-
-class Checkpoints:
-    """Saves and restores everything that a step depends on: policy, moments, schedule, reference, the place in the data, logs."""
-
-    def __init__(
-        self,
-        config,
-        folder,
-        accelerator,
-        policy,
-        optimizer,
-        schedule,
-        tokenizer,
-        problems,
-        held,
-        reference=None,
-        logs=(),
-    ):
-        self.config, self.folder, self.accelerator = config, folder, accelerator
-        self.policy, self.optimizer, self.schedule, self.tokenizer, self.reference = (
-            policy,
-            optimizer,
-            schedule,
-            tokenizer,
-            reference,
-        )
-        self.logs = logs  # names of files that grow by whole lines
-        self.data, self.held = data_fingerprint(problems), held  # the lock of the folder
-        if accelerator.is_main_process:
-            for name in (TEMPORARY, OLD):  # litter of a crash
-                shutil.rmtree(folder / name, ignore_errors=True)
-        if config.save_every:
-            self._refuse_little_disk()
-
-    def _refuse_little_disk(self):
-        """Before the first step: room for one checkpoint more than there are."""
-        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
-        whole_model = sum(p.numel() for name, p in self.policy.named_parameters() if ".lora_" not in name)
-        reference = (
-            sum(p.numel() * p.element_size() for p in self.reference.parameters())
-            if self.reference is not None
-            else 0
-        )
-        needed, free = (
-            4 * whole_model + self.config.moment_bytes * trained + reference,
-            shutil.disk_usage(self.folder).free,
-        )
-        if largest(needed > free):
-            remedy = (
-                f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
-            )
-            raise SettingError("save_every", self.config.save_every, remedy)
-
-    def save(self, state):
-        """Write checkpoint-<state["step"]>, then delete what keep_checkpoints does not keep. Every process must call it."""
-        main = self.accelerator.is_main_process
-        weights = merged_state(self.policy, torch.float32, keep=main)
-        tensors, numbers = self._optimizer_state(main)
-        if self.config.lora_r:
-            tensors |= {
-                f"policy.{name}": p.detach().cpu()
-                for name, p in self.policy.named_parameters()
-                if p.requires_grad
-            }
-        if self.reference is not None and main:
-            tensors |= {
-                f"reference.{name}": p.detach().cpu() for name, p in self.reference.named_parameters()
-            }
-        problem = None
-        if main:
-            try:
-                self._write(
-                    weights, tensors, {**state, "optimizer": numbers, "schedule": self._schedule_state()}
-                )
-            except (OSError, SafetensorError, RunError) as error:
-                shutil.rmtree(self.folder / TEMPORARY, ignore_errors=True)
-                needed = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
-                free = shutil.disk_usage(self.folder).free
-                reason = (
-                    error.strerror
-                    if isinstance(error, OSError) and error.strerror
-                    else " ".join(str(error).split())[:200]
-                )
-                sizes = f"it needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-                problem = (
-                    f"could not save checkpoint-{state['step']} ({reason}): {sizes}; earlier ones are whole"
-                )
-        problem = next((p for p in gather_object([problem]) if p), None)
-        if problem:
-            raise RunError(problem)
-
-    def _write(self, weights, tensors, state):
-        temporary, target = self.folder / TEMPORARY, self.folder / f"checkpoint-{state['step']}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        save_model(self.policy, self.tokenizer, temporary, torch.float32, weights)
-        names = {
-            name for file in temporary.glob("*.safetensors") for name in safe_open(file, "pt").keys()
-        }  # transformers renames the experts of some models
-        tensors |= {
-            f"policy.{name}": weights[name]
-            for name, _ in self.policy.named_parameters()
-            if not self.config.lora_r and name not in names
-        }
-        save_file(
-            {name: t.contiguous() for name, t in tensors.items()}, temporary / "training_state.safetensors"
-        )
-        state |= {"data": self.data, "world_size": self.accelerator.num_processes, "settings": resolved(self.config),
-                  "logs": {name: (self.folder / name).stat().st_size for name in self.logs}}  # fmt: skip
-        (temporary / "training_state.json").write_text(json.dumps(state, indent=1) + "\n")
-        shutil.copy(self.folder / "run_config.yaml", temporary)  # grpo_eval.py reads the format from it
-        for name in self.logs:
-            _sync(self.folder / name)
-        seal(temporary)
-        if target.exists():  # a damaged one that was passed over
-            target.rename(self.folder / OLD)
-        temporary.rename(target)
-        _sync(self.folder)
-        shutil.rmtree(self.folder / OLD, ignore_errors=True)
-        there = checkpoints(self.folder)
-        kept = [path for path in there if _step_of(path) <= state["step"]][
-            : self.config.keep_checkpoints or None
-        ]
-        for path in set(there) - set(
-            kept
-        ):  # older ones, and those of a time that this run has gone back behind
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _optimizer_state(self, keep):
-        """Moments as tensors named by the number of their weight, and all else that JSON can hold."""
-        state, tensors = self.optimizer.state_dict(), {}
-        numbers = {"groups": state["param_groups"], "state": {}}
-        for index, values in state["state"].items():
-            for key, value in _flat(values):
-                if torch.is_tensor(value):
-                    value = whole(value)
-                    if keep:
-                        tensors[f"optimizer.{index}.{key}"] = value.detach().cpu().clone()
-                else:
-                    numbers["state"].setdefault(str(index), {})[key] = value
-        return tensors, numbers
-
-    def _schedule_state(self):
-        return {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
-
-    # Reading
-
-    def resume(self, total, budget):
-        """What is finished according to the newest whole checkpoint, which is restored; None where there is none; FINISHED where nothing is left to do."""
-        finished, path = self.folder / FINISHED, self.newest()
-        last = finished_steps(finished)
-        if last >= total:
-            self._say(f"nothing is left to do: {self.folder} finished its {last} steps")
-            return FINISHED
-        if (
-            path is None
-            and (finished.exists() or checkpoints(self.folder))
-            and not self.config.overwrite_output_dir
-        ):
-            what = (
-                f"finished {last} steps and left no checkpoint"
-                if finished.exists()
-                else "has no checkpoint that is whole"
-            )
-            raise SettingError(
-                "resume",
-                str(self.folder),
-                f"{what}: there is nothing to go on from; begin anew with --overwrite_output_dir true",
-            )
-        if path is None:
-            self._say(f"no checkpoint in {self.folder}: starting from the beginning")
-            return None
-        done = self.restore(path)
-        budget.restore(done.get("budget"))
-        self._say(f"going on from {path}, after step {done['step']}")
-        return done
-
-    def make_up_evaluation(self, decoder, held_out, stop, log, done):
-        """The evaluation that a signal cut off, and the line of its step, which waited for it."""
-        evaluation = held_out_accuracy(
-            self.accelerator, decoder, held_out, self.config, stop, log, done["step"]
-        )
-        if evaluation is None:
-            leave(stop, self, None)
-        log.write(done.pop("metrics") | evaluation)
-        keep_best(self.config, self.folder, self.accelerator, self.policy, self.tokenizer, evaluation, done)
-        done["evaluate"] = False
-
-    def _say(self, text):
-        if self.accelerator.is_main_process:
-            print(text, flush=True)
-
-    def newest(self):
-        """The newest whole checkpoint, or None; damaged ones are named and passed over. The same on all processes."""
-        chosen = None
-        if self.accelerator.is_main_process:
-            for path in checkpoints(self.folder):
-                reason = damage(path)
-                if reason is None:
-                    chosen = path.name
-                    break
-                print(f"passed over {path}: {reason}", flush=True)
-        return next((self.folder / name for name in gather_object([chosen]) if name), None)
-
-    def restore(self, path):
-        """Put a checkpoint's state into policy, optimiser, schedule and reference, cut the logs back to it; returns its state."""
-        state = json.loads((path / "training_state.json").read_text())
-        self._refuse_other(path, state)
-        tensors = load_file(path / "training_state.safetensors")
-        named = dict(self.policy.named_parameters())
-        if self.config.lora_r:
-            self._copy(
-                named,
-                {n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")},
-                path,
-            )
-        else:
-            weights = {}
-            for file in sorted(path.glob("*.safetensors")):
-                if file.name != "training_state.safetensors":
-                    weights |= load_file(file)
-            weights |= {n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")}
-            self._copy(named, {n: t for n, t in weights.items() if n in named}, path)
-        if self.reference is not None:
-            kept = {n.removeprefix("reference."): t for n, t in tensors.items() if n.startswith("reference.")}
-            self._copy(dict(self.reference.named_parameters()), kept, path)
-        self._load_optimizer(state["optimizer"], tensors)
-        self._load_schedule(state["schedule"])
-        if self.accelerator.is_main_process:
-            for name in self.logs:
-                file, size = (
-                    self.folder / name,
-                    state["logs"].get(name, 0),
-                )  # 0: a log that the version which wrote this did not have
-                if name not in state["logs"]:
-                    file.touch()
-                if not file.exists() or file.stat().st_size < size:
-                    raise RunError(
-                        f"{file} is shorter than when {path.name} was written: it is not this run's any more"
-                    )
-                os.truncate(file, size)
-        self.accelerator.wait_for_everyone()
-        return state
-
-    def _copy(self, parameters, values, path):
-        for name, parameter in parameters.items():
-            if not parameter.requires_grad and name not in values and self.config.lora_r:
-                continue  # the frozen base comes from where it came from
-            if name not in values or values[name].shape != parameter.shape:
-                raise RunError(f"{path}: {name} is missing, or not of shape {tuple(parameter.shape)}")
-            with torch.no_grad():
-                parameter.copy_(_like(parameter, values[name]))
-
-    def _load_optimizer(self, numbers, tensors):
-        flat = {int(index): dict(values) for index, values in numbers["state"].items()}
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".", 2)
-                shaped = tensor.shape == parameters[int(index)].shape
-                flat.setdefault(int(index), {})[key] = (
-                    _like(parameters[int(index)], tensor) if shaped else tensor
-                )
-        state = {index: _nested(values) for index, values in flat.items()}
-        mine = [
-            {k: group[k] for k in ("weight_decay", "betas", "initial_lr")}
-            for group in self.optimizer.param_groups
-        ]  # resume_anyway may change them
-        groups = [group | own for group, own in zip(numbers["groups"], mine, strict=True)]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _load_schedule(self, saved):
-        rates = self.schedule.base_lrs
-        self.schedule.load_state_dict({**saved, "base_lrs": rates, "lr_lambdas": [None] * len(rates)})
-        for group, rate, factor in zip(
-            self.optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True
-        ):
-            group["lr"] = rate * factor(self.schedule.last_epoch)
-        self.schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-
-    def _refuse_other(self, path, state):
-        now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
-        differ = {n: (then.get(n), now.get(n)) for n in {*now, *then} - FREE if then.get(n) != now.get(n)}
-        for name, value, other in (
-            ("data", state["data"][:12], self.data[:12]),
-            ("world_size", state["world_size"], self.accelerator.num_processes),
-        ):
-            if value != other:
-                differ[name] = (value, other)
-        hard = {
-            n: v for n, v in differ.items() if n in NEVER or (n == "beta" and not v[0])
-        }  # beta 0 kept no reference
-        if not differ or (self.config.resume_anyway and not hard):
-            return
-        shown = ", ".join(
-            f"{name} {then!r} there, {now!r} here" for name, (then, now) in sorted((hard or differ).items())
-        )
-        remedy = (
-            "what is saved would not fit" if hard else "say --resume_anyway true to go on with the new values"
-        )
-        raise SettingError("resume", str(path), f"was written by another run: {shown}; {remedy}")
-
-
-def _flat(values, above=""):
-    """(path, value) of a dict that may hold dicts (bitsandbytes keeps its codes so)."""
-    for key, value in values.items():
-        yield from _flat(value, f"{above}{key}/") if isinstance(value, dict) else [(f"{above}{key}", value)]
-
-
-def _nested(flat):
-    values = {}
-    for path, value in flat.items():
-        *above, key = path.split("/")
-        place = values
-        for name in above:
-            place = place.setdefault(name, {})
-        place[key] = value
-    return values
-
-
-def _like(parameter, value):
-    """A whole tensor as the parameter holds its own: sharded where that is."""
-    value = value.to(parameter.device)
-    return (
-        distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        if isinstance(parameter, DTensor)
-        else value
-    )
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -5,44 +5,40 @@ import statistics
 from accelerate.utils import gather_object
 
 from answers.formats import extract_answer
-from errors import Interrupted
 from learning.parallel import shard
 from rewards import right_answers
 
 
-def unless_stopped(decoder, stop, action):
-    """What action() gives; None where a process was told to stop meanwhile. All processes must call it, and no action may wait for another process."""
-    decoder.interrupted = stop.asked
-    try:
-        result = action()
-    except Interrupted:
-        result = None
-    finally:
-        decoder.interrupted = None
-    return None if stop.agreed() else result
+def held_out_accuracy(run, decoder, problems):
+    """Share of held-out problems that greedy single-path decoding gets right, and the mean length in tokens.
 
-
-def held_out_accuracy(accelerator, decoder, problems, config, stop, log, step):
-    """Share of held-out problems that greedy single-path decoding gets right, and the mean length; every process decodes its part.
-
-    None where the run was told to stop meanwhile. The answers go into the log's evaluations.jsonl as those after `step` steps.
+    Every process decodes a part. The answers go into evaluations.jsonl as those after the steps that are finished.
+    Raises Stopped where the run is told to stop in the meantime.
     """
-    mine = problems[shard(len(problems), accelerator)]
-    answers = unless_stopped(
-        decoder, stop, lambda: decoder.complete([p.ids for p in mine], config.max_completion_length)
+    config, local = run.config, problems[shard(len(problems), run.accelerator)]
+    prompts = [p.ids for p in local]
+    answers = run.interruptible(decoder, lambda: decoder.complete(prompts, config.max_completion_length))
+    completions = [decoder.text(*pairs[0]) for pairs in answers]
+    right = right_answers(
+        completions, [p.problem.answer for p in local], config.answer_format, config.grading
     )
-    if answers is None:
-        return None
-    texts = [decoder.text(*pairs[0]) for pairs in answers]
-    right = right_answers(texts, [p.problem.answer for p in mine], config.answer_format, config.grading)
-    rows = gather_object([
-        {"step": step, "example_id": p.problem.id, "question": p.problem.question, "answer": p.problem.answer, "right": bool(is_right),
-         "extracted": extract_answer(text, config.answer_format), "length": len(pairs[0][0]), "completion": text}
-        for p, is_right, pairs, text in zip(mine, right, answers, texts, strict=True)
-    ])  # fmt: skip
-    log.write_evaluation(rows)
+    records = [
+        {
+            "step": run.progress.step,
+            "example_id": p.problem.id,
+            "question": p.problem.question,
+            "answer": p.problem.answer,
+            "right": bool(is_right),
+            "extracted": extract_answer(text, config.answer_format),
+            "length": len(pairs[0][0]),
+            "completion": text,
+        }
+        for p, is_right, pairs, text in zip(local, right, answers, completions, strict=True)
+    ]
+    records = gather_object(records)
+    run.log.write_evaluation(records)
     return {
-        "eval_accuracy": statistics.fmean(r["right"] for r in rows),
-        "eval_length": statistics.fmean(r["length"] for r in rows),
-        "eval_questions": len(rows),
+        "eval_accuracy": statistics.fmean(r["right"] for r in records),
+        "eval_length": statistics.fmean(r["length"] for r in records),
+        "eval_questions": len(records),
     }

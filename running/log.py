@@ -1,142 +1,196 @@
-"""Metrics of a run: one JSON object a step, one readable line, trackers."""
+"""The log of a run: one JSON object a step, one readable line, completions, curves, trackers."""
 
+import base64
 import json
 import math
 import time
 import warnings
 
+import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from answers.formats import extract_answer
+from decoding.tokens import token_pieces
 from reporting.files import read_metrics
 from reporting.page import write_report
 from reporting.plots import draw, or_warn
 from running.settings import resolved
 
-SECONDS_BETWEEN_DRAWINGS, SHARE_OF_TIME, ENOUGH_TO_DRAW = (
-    60,
-    50,
-    10,
-)  # drawing takes a fiftieth of a long run's time at the most
+SECONDS_BETWEEN_DRAWINGS = 60
+DRAWING_SHARE = 50  # of a long run's time, drawing takes at most one part in so many
+STEPS_TO_DRAW = 10  # curves of fewer steps show nothing
 
 
 class MetricsLog:
-    """One JSON object a step into metrics.jsonl, one readable line, and a bar with the time left. Only rank 0 writes."""
+    """metrics.jsonl, the printed line of a step, and a bar with the time left. Only the first process writes."""
 
-    def __init__(self, config, folder, total, shown, accelerator):
-        self.active, self.shown = accelerator.is_main_process, shown
-        if self.active:
-            self.folder, self.drawn, self.pause = folder, -math.inf, SECONDS_BETWEEN_DRAWINGS
-            self.trackers = Trackers(config, folder)
-            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
-            done = sum(1 for _ in open(folder / "metrics.jsonl", encoding="utf-8"))
-            self.bar = tqdm(total=total, initial=done, disable=None, dynamic_ncols=True, unit="step")
+    def __init__(self, run):
+        self.is_active, self.folder, self.shown = run.accelerator.is_main_process, run.folder, run.shown
+        if self.is_active:
+            self.drawn_at, self.pause = -math.inf, SECONDS_BETWEEN_DRAWINGS
+            self.trackers = Trackers(run.config, run.folder)
+            self.file = open(run.folder / "metrics.jsonl", "a", encoding="utf-8")
+            finished = run.progress.step - (run.progress.unlogged is not None)
+            self.bar = tqdm(total=run.total, initial=finished, disable=None, dynamic_ncols=True, unit="step")
 
     def write(self, metrics):
-        """Numbers that are not finite become null: JSON has no NaN."""
-        if not self.active:
+        """One step. Numbers that are not finite become null: JSON has no NaN."""
+        if not self.is_active:
             return
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        clean = {name: None if _is_nan(value) else value for name, value in metrics.items()}
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
-        self.trackers.log({k: v for k, v in clean.items() if v is not None})
-        if time.monotonic() - self.drawn > self.pause:
+        self.trackers.log({name: value for name, value in clean.items() if value is not None})
+        if time.monotonic() - self.drawn_at > self.pause:
             self.draw()
-        tqdm.write(
-            "  ".join(
-                [f"step {clean['step']}"]
-                + [f"{label} {_short(clean[k])}" for k, label in self.shown.items() if k in clean]
-            )
-        )
+        shown = [f"{label} {_short(clean[name])}" for name, label in self.shown.items() if name in clean]
+        tqdm.write("  ".join([f"step {clean['step']}", *shown]))
         self.bar.update(clean["step"] - self.bar.n)
 
-    def write_evaluation(self, rows):
+    def write_evaluation(self, records):
         """One line a held-out question into evaluations.jsonl."""
-        if self.active:
-            with open(self.folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._append("evaluations.jsonl", records)
+
+    def write_rollouts(self, records):
+        """One line a completion into rollouts.jsonl."""
+        self._append("rollouts.jsonl", records)
+
+    def _append(self, name, records):
+        if self.is_active:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
 
     def draw(self):
-        """The curves, from a few steps on, and report.html; a run does not end for want of a picture."""
+        """The curves, from some steps on, and report.html. A failed drawing only warns."""
         started, lines = time.monotonic(), read_metrics(self.folder)
-        if len(lines) >= ENOUGH_TO_DRAW:
+        if len(lines) >= STEPS_TO_DRAW:
             or_warn(draw, {self.folder.resolve().name: lines}, self.folder)
         or_warn(write_report, self.folder)
-        self.drawn = time.monotonic()
-        self.pause = max(SECONDS_BETWEEN_DRAWINGS, SHARE_OF_TIME * (self.drawn - started))
-
-    def say(self, text):
-        if self.active:
-            tqdm.write(text)
+        self.drawn_at = time.monotonic()
+        self.pause = max(SECONDS_BETWEEN_DRAWINGS, DRAWING_SHARE * (self.drawn_at - started))
 
     def close(self):
-        if self.active:
+        if self.is_active:
             self.file.close()
             self.draw()
             self.trackers.close()
             self.bar.close()
 
 
+def _is_nan(value):
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _short(value):
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-class Trackers:
-    """Experiment trackers by accelerate's names (tensorboard, wandb, ...). One that fails is warned of once and dropped: no run ends for its sake.
+def log_rollouts(run, sampled, right, advantages, inspection=None):
+    """One line a completion into rollouts.jsonl; the first log_groups groups carry tokens, log-probs and mixing weights.
 
-    Every number of metrics.jsonl is tracked as train/NAME, and held-out ones as eval/NAME, over an axis of its own, the number of the step.
+    inspection: what `inspect_group` found of this process's first group; tokens that would have been others without
+    listening are named in its lines.
+    """
+    config, records = run.config, []
+    G, first_row = config.num_generations, run.local_rows.start
+    for n, ((ids, ended), text) in enumerate(zip(sampled.completions, sampled.texts, strict=True)):
+        problem, reward = sampled.problems[n // G].problem, sampled.rewards[n]
+        record = {
+            "schema_version": 1,
+            "step": run.progress.step + 1,
+            "example_id": problem.id,
+            "generation": n % G,
+            "question": problem.question,
+            "prompt": sampled.problems[n // G].prompt,
+            "completion": text,
+            "answer": problem.answer,
+            "extracted": extract_answer(text, config.answer_format),
+            "right": bool(right[n]),
+            "reward": None if math.isnan(reward) else reward,
+            "rewards": {name: values[n] for name, values in sampled.parts.items()},
+            "advantage": float(advantages[n]),
+            "length": len(ids),
+            "stop_condition": "eos" if ended else "length",
+        }
+        if first_row + n < G * config.log_groups:
+            record |= _token_record(run.learner.tokenizer, sampled.rollout, n, ids)
+            if inspection is not None and n < G:
+                others = enumerate(zip(ids, inspection.alone[n], strict=True))
+                decode = run.learner.tokenizer.decode
+                record["alone"] = {t: decode([other]) for t, (token, other) in others if token != other}
+        records.append(record)
+    run.log.write_rollouts(gather_object(records))
+
+
+def _token_record(tokenizer, rollout, n, ids):
+    """Tokens of row n, their texts and log-probs, and in M3PO the weights (length, G) in 1/255, as base64."""
+    logps = rollout.logp[n, : len(ids)].tolist()
+    record = {
+        "tokens": ids,
+        "pieces": token_pieces(tokenizer, ids),
+        "logps": [round(logp, 4) if math.isfinite(logp) else None for logp in logps],  # JSON has no NaN
+        "think_end": int(rollout.thinking[n].sum()),
+    }
+    if rollout.mix is not None:
+        group, path = divmod(n, rollout.num_generations)
+        weights = (rollout.mix[group, : len(ids), path] * 255).round().to(torch.uint8).cpu().numpy()
+        record["mix"] = base64.b64encode(weights.tobytes()).decode()
+    return record
+
+
+class Trackers:
+    """Experiment trackers by accelerate's names (tensorboard, wandb, ...).
+
+    Every number of metrics.jsonl is tracked as train/NAME, held-out ones as eval/NAME, over an axis of its own, the
+    number of the step. A tracker that fails is warned of once and dropped: no run ends for its sake.
     """
 
     def __init__(self, config, folder):
         self.started = {}
-        settings = {
-            k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved(config).items()
-        }
         for name in config.report_to or ():
-            self._try(name, self._start, LOGGER_TYPE_TO_CLASS[name], config, folder, settings)
+            self._try(name, lambda name=name: self._start(name, config, folder))
 
-    def _start(self, name, kind, config, folder, settings):
-        run = config.run_name or folder.resolve().name
+    def _start(self, name, config, folder):
+        kind, run_name = LOGGER_TYPE_TO_CLASS[name], config.run_name or folder.resolve().name
         if name == "wandb":
-            tracker = kind(config.project, name=run, dir=str(folder))
+            tracker = kind(config.project, name=run_name, dir=str(folder))
+        elif kind.requires_logging_directory:
+            tracker = kind(run_name, str(folder / "trackers"))
         else:
-            tracker = (
-                kind(run, str(folder / "trackers"))
-                if kind.requires_logging_directory
-                else kind(config.project)
-            )
+            tracker = kind(config.project)
         tracker.start()
         if name == "wandb":
             tracker.tracker.define_metric("*", step_metric="step")
-        tracker.store_init_configuration(settings)
+        tracker.store_init_configuration({key: _plain(value) for key, value in resolved(config).items()})
         self.started[name] = tracker
 
     def log(self, metrics):
-        step, numbers = (
-            metrics["step"],
-            {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)},
-        )
-        named = {
-            (f"eval/{k.removeprefix('eval_')}" if k.startswith("eval_") else f"train/{k}"): v
-            for k, v in numbers.items()
-            if k != "step"
-        }
+        step, named = metrics["step"], {}
+        for key, value in metrics.items():
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                named[f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"] = (
+                    value
+                )
         for name, tracker in list(self.started.items()):
-            if name == "wandb":  # its own step never goes back, which that of a resumed run does
-                self._try(name, lambda _, tracker=tracker: tracker.log({**named, "step": step}))
+            if name == "wandb":  # its own step never goes back, but the step of a resumed run does
+                self._try(name, lambda tracker=tracker: tracker.log({**named, "step": step}))
             else:
-                self._try(name, lambda _, tracker=tracker: tracker.log(named, step=step))
+                self._try(name, lambda tracker=tracker: tracker.log(named, step=step))
 
     def close(self):
         for name, tracker in list(self.started.items()):
-            self._try(name, lambda _, tracker=tracker: tracker.finish())
+            self._try(name, tracker.finish)
 
-    def _try(self, name, action, *arguments):
+    def _try(self, name, action):
         try:
-            action(name, *arguments)
-        except Exception as error:  # whatever a tracker raises: a network, a login, a full disk
+            action()
+        except Exception as error:  # a tracker may raise anything: a network, a login, a full disk
             self.started.pop(name, None)
-            warnings.warn(
-                f"report_to {name}: dropped, it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                stacklevel=2,
-            )
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            warnings.warn(f"report_to {name}: dropped, it raised {reason}", stacklevel=2)
+
+
+def _plain(value):
+    return value if isinstance(value, int | float | str | bool) else str(value)

@@ -19,7 +19,7 @@ from learning.models import check_positions, load_model, load_tokenizer, rollout
 from problems.prompts import prepare_problems, system_prompt
 from rewards import compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
-from running.run import steps_to_do
+from running.progress import steps_to_do
 from running.settings import resolved
 
 PROMPTS = 32

@@ -1,118 +1,224 @@
-"""What surrounds a step: stopping, time, the order of the problems."""
+"""A run: its processes, signals, folder, log and checkpoints, and how far it has come."""
 
-import math
-import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 
 import torch
+from tqdm import tqdm
 
-from errors import RunError
-from learning.parallel import largest
+from errors import Interrupted, RunError, Stopped
+from learning.parallel import max_over_processes, shard
+from reporting.files import FINISHED
+from running.checkpoint import Checkpoints, finished_steps
+from running.folder import finish, lock_folder, refuse_used, save_best, start_logs
+from running.launching import start_processes
+from running.log import MetricsLog
+from running.progress import Progress
+from running.stop import Stop
 
 
-class Stop:
-    """Remembers that a signal came, or that the time is over. The handler sets a flag and does nothing else; a later Ctrl-C leaves at once.
+class Run:
+    """What surrounds the steps of a training. `with Run(config, shown) as run`, then `open`, then `for step in run.steps()`.
 
-    The same signal can come twice, from a cluster to every process and from the one that started this: only a Ctrl-C a second later is a second one.
-    `with` puts the handlers back that were there before, however the training ends.
+    A run that is told to stop saves what is finished and ends the process with 128 + the signal.
+    shown: {metric: label} of the readable line of a step. outer: the run that this one is the warm start of.
     """
 
-    def __init__(self, minutes=None):
-        self.number, self.since, self.end = (
-            0,
-            0.0,
-            None if minutes is None else time.monotonic() + 60 * minutes,
-        )
-        self.before = {
-            name: signal.signal(name, self._came) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        }
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            self.before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._came)
+    def __init__(self, config, shown, outer=None):
+        self.config, self.shown, self.outer = config, shown, outer
+        self.progress, self.saved_step, self.is_finished = Progress(), 0, False
+        self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.seconds = {}  # of the parts of this step
+        self.problems_drawn = 0  # this step's problems included
 
     def __enter__(self):
+        self.accelerator = start_processes(self.config)
+        refuse_used(self.config)
+        self.stop = self.outer.stop if self.outer else Stop(self.config.stop_after)
         return self
 
-    def __exit__(self, *error):
-        for name, handler in self.before.items():
-            signal.signal(name, handler)
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is Stopped:
+                self.save_and_leave()
+        finally:
+            if self.outer is None:
+                self.stop.restore()
+            if self.lock is not None:
+                self.lock.close()
 
-    def _came(self, number, frame):
-        if self.number and number == signal.SIGINT and time.monotonic() - self.since > 1.0:
-            os._exit(128 + number)
-        if not self.number:
-            self.number, self.since = number, time.monotonic()
+    def open(self, learner, problems, evaluate, steps, total):
+        """Lock the folder, then go on from its newest checkpoint or begin.
 
-    def asked(self):
-        """The signal to stop for, 0 where there is none; at the time limit SIGTERM's."""
-        over = self.end is not None and time.monotonic() >= self.end
-        return self.number or (int(signal.SIGTERM) if over else 0)
+        evaluate(): metrics on the held-out problems. steps: length of an outer iteration, of `total` steps in all.
+        """
+        self.learner, self.evaluate, self.steps_each, self.total = learner, evaluate, steps, total
+        self.folder, self.lock = lock_folder(self.config, self.accelerator)
+        self.checkpoints = Checkpoints(self, problems)
+        if self.config.resume and finished_steps(self.folder / FINISHED) >= total:
+            self.is_finished = True
+            self.say(
+                f"nothing is left to do: {self.folder} finished its {finished_steps(self.folder / FINISHED)} steps"
+            )
+            return
+        state = self.checkpoints.resume() if self.config.resume else None
+        if state is not None:
+            self.progress = Progress.from_state(state)
+        self.saved_step = self.progress.step
+        start_logs(self, anew=state is None)
+        self.log = MetricsLog(self)
 
-    def agreed(self):
-        """The same on all processes, which must all call it: a signal may reach one of them only."""
-        return largest(self.asked())
+    def steps(self, evaluate_first=True):
+        """The numbers of the steps that are left; evaluates before the very first, saves the model after the last."""
+        if self.is_finished:
+            return
+        self.raise_if_stopped()
+        if self.progress.unlogged:  # stopped during this step's evaluation: redo it, then log the step
+            self._log(self.progress.unlogged | self._evaluate())
+            self.progress.unlogged = None
+        if evaluate_first and self.config.eval_every and self.progress.step == 0:
+            self.first_evaluation = self.evaluate()
+            self.progress.best = self.first_evaluation["eval_accuracy"]
+            length = self.first_evaluation["eval_length"]
+            self.say(f"before training: held-out accuracy {self.progress.best:.3f}, length {length:.0f}")
+        self.is_last = self.progress.step >= self.total or self._is_out_of_patience()
+        while not self.is_last:
+            self.seconds, self.problems_drawn = {}, self.progress.problems_drawn
+            yield self.progress.step
+        self.log.close()
+        finish(self)
 
+    def finish_step(self, metrics, batch):
+        """Count a step; evaluate, log and save when it is time. batch: the problems of the step, all processes'."""
+        config, progress = self.config, self.progress
+        progress.step += 1
+        progress.problems_drawn = self.problems_drawn
+        progress.train_seconds += sum(self.seconds.values())
+        metrics = {"step": progress.step, **metrics, **self.seconds, "train_seconds": progress.train_seconds}
+        is_bad = "not finite" in metrics.get("skipped", "")
+        progress.bad_steps = progress.bad_steps + 1 if is_bad else 0
+        if is_bad:
+            metrics["bad_examples"] = [p.problem.id for p in batch]
+        if progress.step == 1 and self.first_evaluation:
+            metrics["eval_accuracy_before"] = self.first_evaluation["eval_accuracy"]
+            metrics["eval_length_before"] = self.first_evaluation["eval_length"]
+        warning = progress.collapse_warning(metrics, config.warn_after) if "reward" in metrics else None
+        self.is_last = progress.step == self.total or self._is_out_of_time()
+        if config.eval_every and (progress.step % config.eval_every == 0 or self.is_last):
+            progress.unlogged = metrics
+            metrics = metrics | self._evaluate()
+            progress.unlogged = None
+            self.is_last = self.is_last or self._is_out_of_patience()
+        self._log(metrics)
+        if warning:
+            self.say(warning)
+        self._refuse_bad_steps(metrics)
+        if not self.is_last:
+            self.raise_if_stopped()
+        is_end_of_iteration = progress.step % self.steps_each == 0 or self.is_last
+        if config.save_every and (progress.step % config.save_every == 0 or is_end_of_iteration):
+            self.save_checkpoint()
 
-def check_bad_steps(config, bad, metrics):
-    """Stop after too many steps in a row that could not be taken."""
-    if bad >= config.max_bad_steps:
-        raise RunError(
-            f"{bad} steps in a row had a loss or gradient that is not finite, the last on problems {metrics['bad_examples']}; no weight was changed by them: "
-            "lower learning_rate, or go on from the last checkpoint with --resume true"
-        )
+    def _log(self, metrics):
+        self.metrics = metrics
+        self.log.write(metrics)
 
+    def _evaluate(self):
+        """Metrics on the held-out problems; the best model so far is kept."""
+        progress, evaluation = self.progress, self.evaluate()
+        progress.since_best += 1
+        if evaluation["eval_accuracy"] > progress.best:
+            progress.best, progress.since_best = evaluation["eval_accuracy"], 0
+            if self.config.keep_best:
+                save_best(self)
+        if self._is_out_of_patience():
+            count = progress.since_best
+            self.say(
+                f"no better held-out accuracy than {progress.best:.3f} in {count} evaluations: the run ends"
+            )
+        return evaluation
 
-def leave(stop, checkpoints, done):
-    """Save what is finished and is not saved yet, and end with 128 + the signal. All processes must call it."""
-    number = stop.agreed()
-    if done is not None:
-        checkpoints.save(done)
-    if checkpoints.accelerator.is_main_process:
-        kept = f"saved checkpoint-{done['step']}" if done is not None else "nothing new to save"
-        print(f"stopped by {signal.Signals(number).name}: {kept}; go on with --resume true", flush=True)
-    checkpoints.accelerator.wait_for_everyone()
-    if checkpoints.held is not None:
-        checkpoints.held.close()
-    sys.exit(128 + number)
+    def _is_out_of_patience(self):
+        return bool(self.config.patience) and self.progress.since_best >= self.config.patience
 
+    def _is_out_of_time(self):
+        minutes = self.config.max_minutes
+        return minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes
 
-def problem_batch(count, size, first, seed):
-    """Indices of `size` problems from place `first` on, in an order that each pass over the data draws anew from (seed, pass)."""
-    indices, orders = [], {}
-    for place in range(first, first + size):
-        passed, offset = divmod(place, count)
-        if passed not in orders:
-            generator = torch.Generator().manual_seed((seed << 20) + passed)
-            orders[passed] = torch.randperm(count, generator=generator).tolist()
-        indices.append(orders[passed][offset])
-    return indices
+    def _refuse_bad_steps(self, metrics):
+        count = self.progress.bad_steps
+        if count >= self.config.max_bad_steps:
+            raise RunError(
+                f"{count} steps in a row had a loss or gradient that is not finite, the last on problems "
+                f"{metrics['bad_examples']}; no weight was changed by them: lower learning_rate, or go on from the "
+                "last checkpoint with --resume true"
+            )
 
+    def save_checkpoint(self):
+        self.checkpoints.save()
+        self.saved_step = self.progress.step
 
-def steps_to_do(config, count):
-    """Steps of one outer iteration."""
-    return (
-        config.num_steps
-        if config.num_epochs is None
-        else math.ceil(config.num_epochs * count / config.batch_size)
-    )
+    def save_and_leave(self):
+        """Save what is finished and not saved yet, and end with 128 + the signal. All processes must call it."""
+        number, kept = self.stop.agreed(), "nothing new to save"
+        if self.checkpoints is not None and self.progress.step > self.saved_step:
+            self.save_checkpoint()
+            kept = f"saved checkpoint-{self.progress.step}"
+        self.say(f"stopped by {signal.Signals(number).name}: {kept}; go on with --resume true")
+        self.accelerator.wait_for_everyone()
+        sys.exit(128 + number)
 
+    def raise_if_stopped(self):
+        """All processes must call it."""
+        if self.stop.agreed():
+            raise Stopped
 
-class Stopwatch:
-    """Seconds since the last lap, the device's work included."""
+    def interruptible(self, decoder, action):
+        """What action() returns. Raises Stopped on all processes where one was told to stop in the meantime.
 
-    def __init__(self, device):
-        self.device = device
-        self.lap()
+        All processes must call it, and no action may wait for another process.
+        """
+        decoder.interrupted = self.stop.asked
+        try:
+            result = action()
+        except Interrupted:
+            result = None
+        finally:
+            decoder.interrupted = None
+        self.raise_if_stopped()
+        return result
 
-    def lap(self):
+    @contextmanager
+    def timed(self, name):
+        """Seconds of a part of the step, the device's work included, go into the step's metrics under this name."""
+        self._wait_for_device()
+        started = time.perf_counter()
+        yield
+        self._wait_for_device()
+        self.seconds[name] = time.perf_counter() - started
+
+    def _wait_for_device(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        elapsed, self.last = now - getattr(self, "last", now), now
-        return elapsed
 
+    @property
+    def device(self):
+        return self.accelerator.device
 
-def out_of_patience(config, done):
-    """Whether the evaluations since the best are as many as the run waits for: it ends, or was stopped or killed when it was to end."""
-    return bool(config.patience) and done["since_best"] >= config.patience
+    @property
+    def local_groups(self):
+        """The numbers of the groups of a batch that this process works on."""
+        return range(self.config.batch_size)[shard(self.config.batch_size, self.accelerator)]
+
+    @property
+    def local_rows(self):
+        """The slice of the rows of a batch that this process works on."""
+        return shard(self.config.batch_size, self.accelerator, self.config.num_generations)
+
+    def say(self, text):
+        """Print a line, above the progress bar; once for all processes."""
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
+            sys.stdout.flush()

@@ -1,0 +1,75 @@
+"""How far a run has come, and which problems come next."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+MENDS = {
+    "unearned": "no completion has earned anything for {} steps. It usually helps: a supervised warm start "
+    "(--warm_start), easier problems, an answer_format the model knows (see --check).",
+    "format_only": "for {} steps every completion earned the same, and none was right. The format is learnt and the "
+    "answers are gone; it usually helps: a warm start, a lower learning_rate, a larger num_generations.",
+}
+
+
+@dataclass
+class Progress:
+    """How far a run has come; training_state.json of a checkpoint holds it."""
+
+    step: int = 0  # finished steps
+    problems_drawn: int = 0  # problems that the finished steps used, those of extra rollouts included
+    train_seconds: float = 0.0
+    bad_steps: int = 0  # latest steps in a row whose loss or gradient was not finite
+    unearned_steps: int = 0  # latest steps in a row in which no completion earned anything
+    format_only_steps: int = (
+        0  # latest steps in a row in which all completions earned the same and none was right
+    )
+    best: float = -1.0  # held-out accuracy
+    since_best: int = 0  # evaluations since then
+    unlogged: dict | None = None  # metrics of the last step, if a signal interrupted its evaluation
+
+    @classmethod
+    def from_state(cls, state):
+        """The progress in training_state.json; checkpoints before 2026-11-29 have it under other names."""
+        if "progress" in state:
+            return cls(**state["progress"])
+        drawn = state.get("place", state["step"] * state["settings"]["batch_size"])
+        unlogged = state["metrics"] if state["evaluate"] else None
+        same = {name: state[name] for name in ("step", "train_seconds", "bad_steps", "best", "since_best")}
+        silent = {"unearned_steps": state.get("nothing", 0), "format_only_steps": state.get("format_only", 0)}
+        return cls(problems_drawn=drawn, unlogged=unlogged, **same, **silent)
+
+    def collapse_warning(self, metrics, patience):
+        """Count the steps whose rewards carry no information; a warning when there are `patience` in a row."""
+        earned_nothing = metrics["reward"] == metrics["reward_std"] == 0
+        none_right = (
+            metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1
+        )
+        self.unearned_steps = self.unearned_steps + 1 if earned_nothing else 0
+        self.format_only_steps = self.format_only_steps + 1 if none_right else 0
+        if patience and self.unearned_steps == patience:
+            return "WARNING: " + MENDS["unearned"].format(patience)
+        if patience and self.format_only_steps == patience:
+            return "WARNING: " + MENDS["format_only"].format(patience)
+        return None
+
+
+def next_problems(problems, count, run):
+    """The next `count` problems, in an order that each pass over the data draws anew from (seed, pass)."""
+    indices, orders = [], {}
+    for position in range(run.problems_drawn, run.problems_drawn + count):
+        passes, offset = divmod(position, len(problems))
+        if passes not in orders:
+            generator = torch.Generator().manual_seed((run.config.seed << 20) + passes)
+            orders[passes] = torch.randperm(len(problems), generator=generator).tolist()
+        indices.append(orders[passes][offset])
+    run.problems_drawn += count
+    return [problems[i] for i in indices]
+
+
+def steps_to_do(config, count):
+    """Steps of one outer iteration over `count` problems."""
+    if config.num_epochs is None:
+        return config.num_steps
+    return math.ceil(config.num_epochs * count / config.batch_size)

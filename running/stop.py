@@ -1,0 +1,42 @@
+"""Stopping: on a signal, or when the time that was given is over."""
+
+import os
+import signal
+import time
+
+from learning.parallel import max_over_processes
+
+
+class Stop:
+    """Remembers that a signal came, or that the time is over; a Ctrl-C more than a second after that leaves at once.
+
+    A cluster and the process that started this one may both send the same signal, so a second one within a second
+    is not taken for another. `restore` puts back the handlers that were there before.
+    """
+
+    def __init__(self, minutes=None):
+        self.number, self.came_at = 0, 0.0
+        self.end = None if minutes is None else time.monotonic() + 60 * minutes
+        names = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup switches it off
+            names.append(signal.SIGHUP)
+        self.handlers_before = {name: signal.signal(name, self._remember) for name in names}
+
+    def restore(self):
+        for name, handler in self.handlers_before.items():
+            signal.signal(name, handler)
+
+    def _remember(self, number, frame):
+        if self.number and number == signal.SIGINT and time.monotonic() - self.came_at > 1.0:
+            os._exit(128 + number)
+        if not self.number:
+            self.number, self.came_at = number, time.monotonic()
+
+    def asked(self):
+        """The signal to stop for, 0 where there is none; SIGTERM when the time limit is reached."""
+        is_over = self.end is not None and time.monotonic() >= self.end
+        return self.number or (int(signal.SIGTERM) if is_over else 0)
+
+    def agreed(self):
+        """The same on all processes, which must all call it: a signal may reach only one of them."""
+        return max_over_processes(self.asked())
