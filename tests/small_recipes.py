@@ -9,6 +9,7 @@ import torch
 
 import grpo_train
 from running.folder import save_model
+from running.parsing import settings_from_file
 from small_models import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,7 @@ SMALL = dict(
 
 
 def config_of(recipe, recipe_start, out, script, **settings):
-    given = script.__dict__.get("settings_from_file") or grpo_train.settings_from_file
+    given = script.__dict__.get("settings_from_file") or settings_from_file
     small = {**SMALL, "num_generations": 4} if script is grpo_train else SMALL
     values = {
         **given(script.Config, ROOT / "configs" / f"{recipe}.yaml"),

@@ -9,59 +9,40 @@ from pathlib import Path
 import pytest
 
 import grpo_train
+import sft_train
 from grpo_train import Config
+from running.parsing import parse_config, settings_from_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-SHORT = [
-    "--config",
-    "configs/tiny.yaml",
-    "--num_steps",
-    "3",
-    "--eval_every",
-    "3",
-    "--eval_problems",
-    "20",
-    "--batch_size",
-    "3",
-    "--num_generations",
-    "4",
-    "--limit",
-    "600",
-]
+SHORT = (
+    "--config configs/tiny.yaml --num_steps 3 --eval_every 3 --eval_problems 20 --batch_size 3 "
+    "--num_generations 4 --limit 600"
+)
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory):
     """A warm start of 20 steps, shared by the tests that need one."""
     folder = tmp_path_factory.mktemp("warm") / "sft"
-    settings = grpo_train.settings_from_file(
-        grpo_train.sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml"
-    )
+    settings = settings_from_file(sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml")
     settings |= dict(
-        model="tiny",
-        dataset="arithmetic",
-        num_steps=20,
-        max_completion_length=48,
-        output_dir=str(folder),
-        cpu_threads=1,
+        model="tiny", dataset="arithmetic", num_steps=20, max_completion_length=48, cpu_threads=1
     )
-    grpo_train.sft_train.train(grpo_train.sft_train.Config(**settings))
+    sft_train.train(sft_train.Config(**settings, output_dir=str(folder)))
     return folder
 
 
-def run_short(warm, out, *flags):
-    return grpo_train.train(
-        grpo_train.parse_config(
-            Config, [*SHORT, "--warm_start", "none", "--model", str(warm), "--output_dir", str(out), *flags]
-        )
-    )
+def run_short(warm, out, flags=""):
+    """Three GRPO steps from the warm start; returns the folder of the run."""
+    words = f"{SHORT} --warm_start none --model {warm} --output_dir {out} {flags}".split()
+    return grpo_train.train(parse_config(Config, words)).folder
 
 
 @pytest.fixture(scope="session")
 def trained(warm, tmp_path_factory):
-    return run_short(warm, tmp_path_factory.mktemp("run") / "out", "--save_every", "2", "--beta", "0.04")
+    return run_short(warm, tmp_path_factory.mktemp("run") / "out", "--save_every 2 --beta 0.04")
 
 
 def lines(path):

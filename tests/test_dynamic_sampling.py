@@ -84,12 +84,13 @@ def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_st
     recipe_start, tmp_path, monkeypatch
 ):
     (tmp_path / "pays.py").write_text(PAYS_SOME)
-    drawn, honest = [], grpo_train.problem_batch
-    monkeypatch.setattr(
-        grpo_train,
-        "problem_batch",
-        lambda count, size, first, seed: drawn.append((first, size)) or honest(count, size, first, seed),
-    )
+    drawn, honest = [], grpo_train.next_problems
+
+    def watched(problems, count, run):
+        drawn.append((run.problems_drawn, count))
+        return honest(problems, count, run)
+
+    monkeypatch.setattr(grpo_train, "next_problems", watched)
     settings = dict(
         reward=[f"{tmp_path}/pays.py:pays"], dynamic_sampling=2, batch_size=4, eval_every=0, num_steps=3
     )

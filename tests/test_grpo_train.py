@@ -8,17 +8,19 @@ import pytest
 import torch
 
 import grpo_train
+import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
-from grpo_train import Config, all_equal, group_advantages, grpo_loss, token_weights
+from grpo_train import Config, all_equal, group_advantages, grpo_loss, k3_divergence, token_weights
 from learning.log_probs import Scorer
 from small_models import build_model
-from small_update import advantages_for, setup, update
+from small_update import small_update
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 NAN = math.nan
+CLIP = (0.9, 1.1)
 
 
 def test_advantages_are_centred_and_divided_by_the_sample_deviation():
@@ -72,54 +74,35 @@ def test_token_weights_of_the_three_loss_types():
 def test_the_clipped_loss_by_hand():
     ratios = torch.tensor([[0.5, 1.0, 1.5, 1.25]]).repeat(2, 1)
     old, advantages = torch.full((2, 4), -1.0), torch.tensor([2.0, -1.0])
-    loss, terms = grpo_loss(
-        old + ratios.log(), old, advantages, torch.ones(2, 4), epsilon=0.2, epsilon_high=0.3
-    )
+    loss, clipped = grpo_loss(old + ratios.log(), old, advantages, torch.ones(2, 4), clip_range=(0.8, 1.3))
     positive = -2 * (0.5 + 1.0 + 1.3 + 1.25)  # min(ratio, clipped) A: only above 1.3 is cut
     negative = 0.8 + 1.0 + 1.5 + 1.25  # below 0.8 is cut
     assert float(loss) == pytest.approx(positive + negative, abs=1e-5)
-    assert terms["clip_high"].tolist() == [[False, False, True, False], [False] * 4]
-    assert terms["clip_low"].tolist() == [[False] * 4, [True, False, False, False]]
+    assert clipped["clip_high"].tolist() == [[False, False, True, False], [False] * 4]
+    assert clipped["clip_low"].tolist() == [[False] * 4, [True, False, False, False]]
 
 
 def test_the_kl_is_k3_inside_the_same_mean():
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    loss, terms = grpo_loss(
-        logp,
-        logp,
-        torch.zeros(1),
-        torch.full((1, 2), 0.5),
-        epsilon=0.1,
-        epsilon_high=0.1,
-        beta=0.4,
-        ref_logp=ref,
-    )
+    kl = k3_divergence(logp, ref)
+    loss, _ = grpo_loss(logp, logp, torch.zeros(1), torch.full((1, 2), 0.5), CLIP, kl_penalty=0.4 * kl)
     k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(1.0) - 1.0 - 1]
-    assert terms["kl"][0].tolist() == pytest.approx(k3, abs=1e-6)
+    assert kl[0].tolist() == pytest.approx(k3, abs=1e-6)
     assert float(loss) == pytest.approx(0.4 * sum(k3) / 2, abs=1e-6)
 
 
 def test_a_far_reference_does_not_make_the_loss_infinite():
     """torchforge#664: a KL of billions from a few tokens."""
-    loss, _ = grpo_loss(
-        torch.tensor([[-200.0]]),
-        torch.tensor([[-200.0]]),
-        torch.ones(1),
-        torch.ones(1, 1),
-        epsilon=0.1,
-        epsilon_high=0.1,
-        beta=1.0,
-        ref_logp=torch.zeros(1, 1),
-    )
+    logp = torch.tensor([[-200.0]])
+    kl = k3_divergence(logp, torch.zeros(1, 1))
+    loss, _ = grpo_loss(logp, logp, torch.ones(1), torch.ones(1, 1), CLIP, kl_penalty=kl)
     assert math.isfinite(float(loss))
 
 
 def test_the_first_step_has_loss_zero_and_a_gradient():
     """TRL#2703: users read a loss of 0.0 as a broken run."""
     logp = torch.tensor([[-1.0], [-2.0]], requires_grad=True)
-    loss, _ = grpo_loss(
-        logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5), epsilon=0.1, epsilon_high=0.1
-    )
+    loss, _ = grpo_loss(logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.full((2, 1), 0.5), CLIP)
     loss.backward()
     assert float(loss) == 0
     assert logp.grad.tolist() == [[-0.5], [0.5]]
@@ -130,27 +113,18 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
     """I3, through the loop's own update: mu 2, KL, truncated completions masked, groups cut. TRL#3021."""
 
     def gradient(micro_batch_tokens):
-        settings = dict(
-            loss_type=loss_type,
-            mu=1,
-            beta=0.1,
-            mask_truncated_completions=True,
-            micro_batch_tokens=micro_batch_tokens,
-            max_grad_norm=1e-6,
-        )
-        config, model, out, parts = setup(tokenizer, prompts, **settings)
+        settings = dict(loss_type=loss_type, beta=0.1, mask_truncated_completions=True, max_grad_norm=1e-6)
+        small = small_update(tokenizer, prompts, micro_batch_tokens=micro_batch_tokens, **settings)
         grads = []
-        parts[3].register_step_pre_hook(
-            lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in model.parameters())
+        small.learner.optimizer.register_step_pre_hook(
+            lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in small.policy.parameters())
         )
-        metrics = update(parts, out, advantages_for(out), config)
-        return grads, metrics
+        return grads, small.update()
 
     whole, metrics = gradient(10**6)
     cut, cut_metrics = gradient(50)
-    assert (
-        max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True)) < 1e-5
-    )  # of a gradient of norm 1
+    largest = max(float((a - b).abs().max()) for a, b in zip(whole, cut, strict=True))
+    assert largest < 1e-5, "of a gradient of norm 1"
     for name in ("loss", "kl", "entropy", "grad_norm", "logp_diff_max"):
         assert metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-5)
 
@@ -159,9 +133,9 @@ def test_importance_weights_reach_the_loss(tokenizer, prompts):
     """The sampler's log-probs are made lower than the update's: with the ratio counted, the gradient grows."""
     norms = {}
     for kind in ("none", "token"):
-        config, _, out, parts = setup(tokenizer, prompts, rollout_is=kind, max_grad_norm=1e-6)
-        out.logp = out.logp - 0.5
-        norms[kind] = update(parts, out, advantages_for(out), config)["grad_norm"]
+        small = small_update(tokenizer, prompts, rollout_is=kind, max_grad_norm=1e-6)
+        small.rollout.logp = small.rollout.logp - 0.5
+        norms[kind] = small.update()["grad_norm"]
     assert norms["token"] == pytest.approx(norms["none"] * math.exp(0.5), rel=1e-3)
 
 
@@ -170,181 +144,155 @@ def test_truncated_importance_weights_scale_each_token_s_gradient():
     weights = grpo_train.importance_weights(old, sampler, 2.0)
     assert torch.allclose(weights, torch.tensor([[1.0, 2.0, math.exp(-2)]]))
     logp = old.clone().requires_grad_()
-    loss, _ = grpo_train.grpo_loss(
-        logp, old, torch.tensor([3.0]), torch.ones(1, 3), epsilon=0.2, epsilon_high=0.2, importance=weights
-    )
+    loss, _ = grpo_loss(logp, old, torch.tensor([3.0]), torch.ones(1, 3), (0.8, 1.2), importance=weights)
     loss.backward()
     assert torch.allclose(logp.grad, -3 * weights)
 
 
 def test_the_ratio_is_one_at_mu_one_and_moves_at_mu_two(tokenizer, prompts):
-    config, _, out, parts = setup(tokenizer, prompts, mu=1)
-    first = update(parts, out, advantages_for(out), config)
+    small = small_update(tokenizer, prompts, mu=1)
+    first = small.update()
     assert first["clip_low"] == first["clip_high"] == 0
     assert first["logp_diff_max"] < 1e-4
-    config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05)
-    again = update(parts, out, advantages_for(out), config)
+    small = small_update(tokenizer, prompts, mu=3, learning_rate=0.05)
+    again = small.update()
     assert again["clip_low"] + again["clip_high"] > 0
-    assert parts[4].last_epoch == 3
+    assert small.learner.schedule.last_epoch == 3
 
 
 def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, prompts):
     """I4: Adam's momentum alone would move them."""
-    config, model, out, parts = setup(tokenizer, prompts)
-    update(parts, out, advantages_for(out), config)
-    before = [p.clone() for p in model.parameters()]
-    metrics = update(parts, out, torch.zeros(len(out.ids)), config)
+    small = small_update(tokenizer, prompts)
+    small.update()
+    before = small.weights()
+    metrics = small.update(torch.zeros(len(small.rollout.ids)))
     assert metrics["skipped"] == "no group carries a signal"
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert parts[4].last_epoch == 2, "the schedule goes on"
+    assert small.has_weights(before)
+    assert small.learner.schedule.last_epoch == 2, "the schedule goes on"
 
 
 def test_a_signal_in_masked_rows_only_is_none_and_the_schedule_goes_on_by_mu(tokenizer, prompts):
-    config, model, out, parts = setup(tokenizer, prompts, mask_truncated_completions=True, mu=3)
-    assert not out.ended.all()
-    before = [p.clone() for p in model.parameters()]
-    metrics = update(parts, out, torch.where(out.ended, 0.0, 1.0), config)
+    small = small_update(tokenizer, prompts, mask_truncated_completions=True, mu=3)
+    assert not small.rollout.ended.all()
+    before = small.weights()
+    metrics = small.update(torch.where(small.rollout.ended, 0.0, 1.0))
     assert metrics["skipped"] == "no group carries a signal"
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert parts[4].last_epoch == 3
+    assert small.has_weights(before)
+    assert small.learner.schedule.last_epoch == 3
 
 
 def test_the_reference_reads_what_the_sampler_saw_so_that_a_copy_of_the_policy_is_no_way_off(
     tokenizer, prompts
 ):
     """Scored on plain ids, the same weights are another distribution, and the KL a number of its own."""
-    config, model, out, parts = setup(tokenizer, prompts, beta=0.1)
-    parts[2] = Scorer(build_model("qwen2", tokenizer), parts[1].tables)
-    assert update(parts, out, advantages_for(out), config)["kl"] == pytest.approx(0, abs=1e-7)
+    small = small_update(tokenizer, prompts, beta=0.1)
+    small.learner.reference_scorer = Scorer(build_model("qwen2", tokenizer), small.learner.scorer.tables)
+    assert small.update()["kl"] == pytest.approx(0, abs=1e-7)
 
 
 def test_metrics_of_several_passes_are_means_and_the_sampler_is_compared_with_the_first(tokenizer, prompts):
     """A rate at which nothing moves: three passes give what one gives."""
     one, three = {}, {}
     for mu, metrics in ((1, one), (3, three)):
-        config, _, out, parts = setup(tokenizer, prompts, mu=mu, learning_rate=1e-12, beta=0.1)
-        out.logp = out.logp - 0.5
-        metrics |= update(parts, out, advantages_for(out), config)
+        small = small_update(tokenizer, prompts, mu=mu, learning_rate=1e-12, beta=0.1)
+        small.rollout.logp = small.rollout.logp - 0.5
+        metrics |= small.update()
     assert three == pytest.approx(one, rel=1e-4, abs=1e-6)
     assert one["logp_diff"] == pytest.approx(0.5, abs=1e-4)
-    config, _, out, parts = setup(tokenizer, prompts, mu=3, learning_rate=0.05)
-    assert update(parts, out, advantages_for(out), config)["logp_diff_max"] < 1e-4
+    small = small_update(tokenizer, prompts, mu=3, learning_rate=0.05)
+    assert small.update()["logp_diff_max"] < 1e-4
 
 
 def test_the_upper_edge_of_the_clipping_is_its_own_setting(tokenizer, prompts):
     found = []
     for edge in (None, 1e6):
-        config, _, out, parts = setup(
-            tokenizer, prompts, mu=3, learning_rate=0.05, epsilon=0.01, epsilon_high=edge
-        )
-        found.append(update(parts, out, advantages_for(out), config))
+        small = small_update(tokenizer, prompts, mu=3, learning_rate=0.05, epsilon=0.01, epsilon_high=edge)
+        found.append(small.update())
     assert found[0]["clip_high"] > 0
     assert found[1]["clip_high"] == 0 < found[1]["clip_low"]
 
 
 def test_reward_weights_are_those_of_the_settings():
-    assert [weight for _, weight in grpo_train.reward_functions(Config(reward_weights=[0.5, 3.0]))] == [
-        0.5,
-        3.0,
-    ]
+    pairs = grpo_train.chosen_rewards(Config(reward_weights=[0.5, 3.0]))
+    assert [weight for _, weight in pairs] == [0.5, 3.0]
 
 
-def test_a_row_is_drawn_by_its_place_in_the_batch_whoever_samples_it(tokenizer, llama, prompts):
+def test_a_row_is_drawn_by_its_number_in_the_batch_whoever_samples_it(tokenizer, llama, prompts):
     """I10, and at the temperature of the settings; an extra rollout draws anew."""
     decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
-    config, batch = (
-        Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0),
-        [SimpleNamespace(ids=ids) for ids in prompts],
-    )
-    whole, own = (
-        grpo_train.sample(decoder, batch, range(5), config, 2),
-        grpo_train.sample(decoder, batch, range(2, 4), config, 2),
-    )
-    assert own.texts == whole.texts[6:12]
-    assert own.problems == batch[2:4]
-    assert own.texts != grpo_train.sample(decoder, batch, range(2, 4), config, 2, retry=1).texts
+    config = Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0)
+    batch = [SimpleNamespace(ids=ids) for ids in prompts]
+    whole = grpo_train.sample_groups(config, decoder, batch, 2, range(5))
+    part = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4))
+    again = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4), retry=1)
+    assert part.texts == whole.texts[6:12]
+    assert part.problems == batch[2:4]
+    assert part.texts != again.texts
     assert whole.rollout.temperature == 0.7
 
 
 def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, prompts):
     """Groups (0, 0, 0, 4) and (5, 5, 5, 5): deviations 2 and 0, mean 1; of all eight the square root of 44 / 7."""
-    config, _, out, parts = setup(tokenizer, prompts[:2])
-    rewards = torch.tensor([0.0, 0, 0, 4, 5, 5, 5, 5], dtype=torch.float64)
-    found = grpo_train.rollout_metrics(
-        parts[0],
-        out,
-        ["a", "a", "b", "c"] * 2,
-        [True] + [False] * 7,
-        rewards,
-        {"r": rewards.tolist()},
-        config,
-    )
-    assert found["reward_std_in_group"] == pytest.approx(1)
-    assert found["reward_std"] == pytest.approx(math.sqrt(44 / 7)), "squares 9, 9, 9, 1, 4, 4, 4, 4"
-    assert (
-        found["reward"],
-        found["correct"],
-        found["unique_completions"],
-        found["frac_reward_zero_std"],
-    ) == (3.0, 0.125, 0.75, 0.5)
+    small, right = small_update(tokenizer, prompts[:2]), [True] + [False] * 7
+    metrics = small.metrics(["a", "a", "b", "c"] * 2, right, [0.0, 0, 0, 4, 5, 5, 5, 5])
+    assert metrics["reward_std_in_group"] == pytest.approx(1)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(44 / 7)), "squares 9, 9, 9, 1, 4, 4, 4, 4"
+    names = ("reward", "correct", "unique_completions", "frac_reward_zero_std")
+    assert [metrics[name] for name in names] == [3.0, 0.125, 0.75, 0.5]
 
 
 def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_listened(
     tokenizer, prompts, monkeypatch
 ):
     """One input of one of two processes was blended: it counted half."""
-    config, _, out, parts = setup(tokenizer, prompts[:2])
-    out.mix, out.input_change = torch.zeros_like(out.mix), torch.zeros_like(out.input_change)
-    out.mix[0, 0, 0, 1], out.input_change[0, 0] = 1.0, 0.25
+    small = small_update(tokenizer, prompts[:2])
+    rollout = small.rollout
+    rollout.mix, rollout.input_change = torch.zeros_like(rollout.mix), torch.zeros_like(rollout.input_change)
+    rollout.mix[0, 0, 0, 1], rollout.input_change[0, 0] = 1.0, 0.25
 
     def two(values):
         other = {**values[0], "thinking": [0], "alive": [0], "change": [0.0], "listening": [0]}
         return [*values, other]
 
     monkeypatch.setattr(grpo_train, "gather_object", two)
-    rewards = torch.arange(8, dtype=torch.float64)
-    found = grpo_train.rollout_metrics(
-        parts[0], out, ["a"] * 8, [True] * 8, rewards, {"r": rewards.tolist()}, config
-    )
-    assert found["input_change"] == pytest.approx(0.25)
+    metrics = small.metrics(["a"] * 8, [True] * 8, [float(i) for i in range(8)])
+    assert metrics["input_change"] == pytest.approx(0.25)
 
 
 def test_with_kl_a_step_without_signal_still_pulls_to_the_reference(tokenizer, prompts):
-    config, model, out, parts = setup(tokenizer, prompts, beta=0.5)
-    before = [p.clone() for p in model.parameters()]
-    metrics = update(parts, out, torch.zeros(len(out.ids)), config)
+    small = small_update(tokenizer, prompts, beta=0.5)
+    before = small.weights()
+    metrics = small.update(torch.zeros(len(small.rollout.ids)))
     assert metrics["kl"] > 0
-    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not small.has_weights(before)
 
 
 def test_a_nan_anywhere_in_the_update_changes_no_weight_and_is_logged(tokenizer, prompts):
-    config, model, out, parts = setup(tokenizer, prompts)
-    poisoned = advantages_for(out)
+    small = small_update(tokenizer, prompts)
+    poisoned = small.advantages
     poisoned[3] = NAN
-    before = [p.clone() for p in model.parameters()]
-    metrics = update(parts, out, poisoned, config)
+    before = small.weights()
+    metrics = small.update(poisoned)
     assert metrics["skipped"] == "loss or gradient not finite"
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert small.has_weights(before)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_step_in_which_every_completion_was_cut_off_and_masked_moves_no_weight(tokenizer, prompts, beta):
     """TRL PR#3700: 0 / 0 there; here the gradient was 0 and Adam's momentum still moved the weights."""
-    config, model, out, parts = setup(tokenizer, prompts, mask_truncated_completions=True, beta=beta)
-    update(parts, out, advantages_for(out), config)
-    out.ended[:] = False
-    before = [p.clone() for p in model.parameters()]
-    assert "cut off" in update(parts, out, advantages_for(out), config)["skipped"]
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    small = small_update(tokenizer, prompts, mask_truncated_completions=True, beta=beta)
+    small.update()
+    small.rollout.ended[:] = False
+    before = small.weights()
+    assert "cut off" in small.update()["skipped"]
+    assert small.has_weights(before)
 
 
 def test_a_warm_start_never_sees_the_problems_that_are_held_out(tokenizer):
     """Held-out accuracy before GRPO was measured on what the warm start had learned."""
     grpo = Config(model="tiny", dataset="arithmetic", limit=300, eval_problems=40)
-    shared = {name: getattr(grpo, name) for name in grpo_train.sft_train.INHERITED}
+    shared = {name: getattr(grpo, name) for name in sft_train.INHERITED}
     _, held_out, _ = grpo_train.prepare_problems(grpo, grpo_train.load_tokenizer("tiny"))
-    learned, _, _ = grpo_train.prepare_problems(
-        grpo_train.sft_train.Config(**shared), grpo_train.load_tokenizer("tiny")
-    )
+    learned, _, _ = grpo_train.prepare_problems(sft_train.Config(**shared), grpo_train.load_tokenizer("tiny"))
     assert len(held_out) == 40
     assert not {p.prompt for p in held_out} & {p.prompt for p in learned}

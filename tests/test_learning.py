@@ -15,16 +15,11 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, pad_left, rollout_uniforms
 from decoding.tokens import token_tables
 from errors import SettingError
-from learning import inspection
-from learning.inspection import interaction_effect
-from learning.learner import guarded_step, make_optimizer
+from learning.learner import Learner, make_optimizer
 from learning.log_probs import Scorer, TokenScores, logits_gradient, make_scorer, token_scores
 from learning.memory import micro_batches
 from learning.models import add_adapters, check_positions, load_model, load_policy, load_tokenizer, refresh
-from problems.problem import Problem
-from running.evaluation import held_out_accuracy, unless_stopped
 from running.folder import save_adapter, save_model
-from running.run import problem_batch, steps_to_do
 from small_models import FAMILIES, build_model
 
 G, T = 3, 24
@@ -195,30 +190,32 @@ def config_for_steps(**kwargs):
     return Config(learning_rate=0.1, max_grad_norm=1.0, **kwargs)
 
 
+def small_learner(model, max_grad_norm=1.0, **settings):
+    """A Learner of a module that is its own scorer, for its optimiser steps alone."""
+    optimizer, schedule = make_optimizer(model, config_for_steps(**settings), 10)
+    parts = dict(scorer=model, optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm)
+    others = dict(reference=None, tokenizer=None, reference_scorer=None, budget=None)
+    return Learner(accelerator=Accelerator(cpu=True), policy=model, **parts, **others)
+
+
 def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
     """verl#721: one NaN step, and every completion after it was '!!!!'."""
-    model = torch.nn.Linear(3, 1)
-    accelerator = Accelerator(cpu=True)
-    optimizer, schedule = make_optimizer(model, config_for_steps(), 10)
+    model, fine = torch.nn.Linear(3, 1), torch.tensor(1.0)
+    learner = small_learner(model)
+    moments = learner.optimizer.state
     model(torch.ones(2, 3)).sum().backward()
-    assert guarded_step(accelerator, model, optimizer, schedule, torch.tensor([1.0]), 1.0)[0]
+    assert learner.step([fine])[0]
     before = [p.clone() for p in model.parameters()]
-    state = [v.clone() for s in optimizer.state.values() for v in s.values()]
-    for losses, poison in [
-        (torch.tensor([1.0, math.nan]), 1.0),
-        (torch.tensor([1.0]), math.inf),
-        (torch.tensor([1.0]), math.nan),
-    ]:
+    state = [v.clone() for s in moments.values() for v in s.values()]
+    for losses, poison in (([fine, fine * math.nan], 1.0), ([fine], math.inf), ([fine], math.nan)):
         (model(torch.ones(2, 3)).sum() * poison).backward()
-        stepped, _ = guarded_step(accelerator, model, optimizer, schedule, losses, 1.0)
-        assert not stepped
+        has_stepped, _ = learner.step(losses)
+        now = [v for s in moments.values() for v in s.values()]
+        assert not has_stepped
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(state, (v for s in optimizer.state.values() for v in s.values()), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
         assert all(p.grad is None for p in model.parameters())
-    assert schedule.last_epoch == 4, "the schedule goes on"
+    assert learner.schedule.last_epoch == 4, "the schedule goes on"
 
 
 def test_the_learning_rate_warms_up_and_follows_its_curve():
@@ -358,51 +355,14 @@ def test_decay_is_of_matrices_only_and_the_betas_are_in_their_places():
 
 
 def test_a_gradient_norm_of_zero_only_measures():
-    model, accelerator = torch.nn.Linear(2, 1, bias=False), Accelerator(cpu=True)
-    optimizer, schedule = make_optimizer(model, config_for_steps(warmup_ratio=0.0), 10)
-    before, seen = model.weight.detach().clone(), []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.tolist()))
+    model = torch.nn.Linear(2, 1, bias=False)
+    learner = small_learner(model, max_grad_norm=0.0, warmup_ratio=0.0)
+    before, gradients = model.weight.detach().clone(), []
+    learner.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.tolist()))
     (model(torch.tensor([[3.0, 4.0]]))).sum().backward()
-    assert guarded_step(accelerator, model, optimizer, schedule, torch.tensor([1.0]), 0.0) == (True, 5.0)
-    assert seen == [[[3.0, 4.0]]]
+    assert learner.step([torch.tensor(1.0)]) == (True, 5.0)
+    assert gradients == [[[3.0, 4.0]]]
     assert not torch.equal(before, model.weight)
-
-
-def test_an_epoch_ends_with_what_is_left_of_the_problems():
-    assert steps_to_do(config_for_steps(num_epochs=1.0, batch_size=4), 10) == 3
-    assert steps_to_do(config_for_steps(num_epochs=2.0, batch_size=5), 10) == 4
-
-
-def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
-    """As `complete` answers them, which is tested against `generate`."""
-    decoder, rows = GroupDecoder(llama, tokenizer), []
-    problems = [
-        SimpleNamespace(ids=ids, problem=Problem("q", "1", id=str(i))) for i, ids in enumerate(prompts)
-    ]
-    config, log = config_for_steps(max_completion_length=T), SimpleNamespace(write_evaluation=rows.extend)
-    found = held_out_accuracy(
-        Accelerator(cpu=True),
-        decoder,
-        problems,
-        config,
-        SimpleNamespace(asked=lambda: 0, agreed=lambda: 0),
-        log,
-        3,
-    )
-    greedy = [pairs[0] for pairs in decoder.complete(prompts, T)]
-    assert [r["completion"] for r in rows] == [decoder.text(*pair) for pair in greedy]
-    assert found == {
-        "eval_accuracy": 0.0,
-        "eval_length": sum(len(ids) for ids, _ in greedy) / 5,
-        "eval_questions": 5,
-    }
-
-
-def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_stop():
-    """It has nothing to show, and would wait for this one for ever."""
-    decoder = SimpleNamespace(interrupted=None)
-    told = [SimpleNamespace(asked=lambda: 0, agreed=lambda signal=signal: signal) for signal in (0, 15)]
-    assert [unless_stopped(decoder, stop, lambda: "text") for stop in told] == ["text", None]
 
 
 def test_texts_longer_than_the_model_s_positions_are_refused(tokenizer):
@@ -490,62 +450,6 @@ def test_a_tied_head_is_saved_once_and_dropout_as_it_came(tokenizer, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.config.attn_pdrop == 0.3
     assert again.lm_head.weight.data_ptr() == again.transformer.wte.weight.data_ptr()
-
-
-def test_each_pass_over_the_problems_is_a_permutation_of_its_own():
-    first = [i for step in range(5) for i in problem_batch(10, 4, 4 * step, seed=1)]
-    assert sorted(first[:10]) == list(range(10)) == sorted(first[10:])
-    assert first[:10] != first[10:]
-    assert first == [i for step in range(5) for i in problem_batch(10, 4, 4 * step, seed=1)]
-    assert first != [i for step in range(5) for i in problem_batch(10, 4, 4 * step, seed=2)]
-    assert len(problem_batch(3, 8, 0, seed=0)) == 8, "a batch may be larger than the data"
-
-
-def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(llama, tokenizer, prompts):
-    decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.6)
-    uniforms = rollout_uniforms(0, 0, 0, G, T)
-    effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
-    sampled = [ids for ids, _ in out.completions()]
-    assert effect["alone"] != sampled
-    assert effect["divergence"].max() > 1e-3
-    assert torch.allclose(
-        effect["similarity"].diagonal(dim1=1, dim2=2), torch.ones(len(effect["steps"]), G), atol=1e-5
-    )
-    decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.0)
-    out.mix, sampled = torch.zeros(1, out.ids.shape[1], G, G), [ids for ids, _ in out.completions()]
-    effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
-    assert effect["alone"] == sampled, (
-        "the same draws give the same tokens: scoring really sees what the sampler saw"
-    )
-    assert effect["divergence"].abs().max() < 1e-5
-
-
-def test_rounding_is_not_taken_for_listening(tokenizer, prompts):
-    """In bf16 the sampler and the scoring round otherwise: 3 of 130 draws came out as another token, and were put down to the peers."""
-    model = build_model("gpt2", tokenizer, dtype=torch.bfloat16)
-    decoder, out = rollout_of(model, tokenizer, prompts[:1], lam=1e-9, length=400)
-    effect = interaction_effect(Scorer(model, decoder.tables), out, rollout_uniforms(0, 0, 0, G, 400))
-    assert effect["alone"] == [ids for ids, _ in out.completions()]
-
-
-def test_the_effect_of_interaction_is_found_a_few_tokens_at_a_time(llama, tokenizer, prompts, monkeypatch):
-    """All logits of a path at once, several times over, are 20 GB for 4,096 tokens of a large vocabulary."""
-    decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.6)
-    rest = Scorer(llama, decoder.tables), out, rollout_uniforms(0, 0, 0, G, T)
-    whole, honest, most = interaction_effect(*rest), inspection.vocab_logits, []
-    monkeypatch.setattr(inspection, "LOGITS_AT_ONCE", 5)
-    monkeypatch.setattr(
-        inspection, "STATES_AT_ONCE", 3 * (len(prompts[0]) + T)
-    )  # three paths, and then what is left
-    monkeypatch.setattr(
-        inspection,
-        "vocab_logits",
-        lambda model, hidden, tables: most.append(len(hidden)) or honest(model, hidden, tables),
-    )
-    parts = interaction_effect(*rest)
-    assert max(most) <= 5
-    assert parts["alone"] == whole["alone"]
-    assert torch.allclose(parts["divergence"], whole["divergence"], atol=1e-5)
 
 
 # LoRA

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from learning.inspection import describe_interaction
 from m3po_module import (
     apply_cross_path_interaction,
     apply_cross_path_interaction_batch,
@@ -108,14 +107,3 @@ def test_the_two_functions_with_the_original_names_agree_and_keep_groups_apart()
 def test_rows_that_do_not_make_whole_groups_are_refused():
     with pytest.raises(ValueError, match="num_generations=4"):
         apply_cross_path_interaction_batch(torch.randn(6, 5), 4)
-
-
-def test_the_debug_text_says_who_was_heard_and_which_tokens_turned():
-    mix = torch.zeros(2, 2, 2)
-    mix[0] = torch.tensor([[0, 1.0], [1.0, 0]])
-    text = describe_interaction(
-        [["a", "x"], ["b", "y"]], [["a", "z"], ["b", "y"]], mix, torch.ones(2, 2).bool(), torch.full((2, 2), 0.125), [0], torch.ones(1, 2, 2), torch.zeros(2)
-    )  # fmt: skip
-    assert "path 0: heard somebody at 1 of 2 tokens; 1 (1.00); inputs moved by 12.5%" in text
-    assert "1 of 4 tokens would have been others" in text
-    assert "path 0, token 2: 'x' instead of 'z', having heard: path 1 said 'b' (1.00)" in text

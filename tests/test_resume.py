@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 import grpo_train
 import sft_train
 from errors import RunError, SettingError
+from learning import learner
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import FREE, checkpoints, damage, data_fingerprint
-from running.run import Stop
+from running.progress import Progress
+from running.stop import Stop
 from small_models import a_model_and_problems
 
 ROOT = Path(__file__).parents[1]
@@ -179,12 +181,39 @@ def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, tmp_pa
     assert sorted(set(steps)) == [4, 6, 8]
 
 
+def test_a_checkpoint_written_before_progress_had_its_names_is_gone_on_from(
+    start, uninterrupted, tmp_path, monkeypatch
+):
+    """training_state.json of 2026-11-28: flat, with a `place` in the data, and the metrics of a step that is not logged yet."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "asked", asked_at(90))
+        with pytest.raises(SystemExit):
+            grpo_train.train(settings_of(start, out, save_every=0))
+    folder = checkpoints(out)[0]
+    state = json.loads((folder / "training_state.json").read_text())
+    progress = state.pop("progress")
+    old = {name: progress[name] for name in ("step", "train_seconds", "bad_steps", "best", "since_best")}
+    old |= {"place": progress["problems_drawn"], "evaluate": progress["unlogged"] is not None}
+    old |= {"metrics": progress["unlogged"]} if old["evaluate"] else {}
+    (folder / "training_state.json").write_text(json.dumps(state | old))
+    checkpoint.seal(folder)
+    grpo_train.train(settings_of(start, out, save_every=0, resume=True))
+    assert_same(out, uninterrupted("full"))
+
+
+def test_the_progress_of_an_older_supervised_checkpoint_counts_the_problems_of_its_steps():
+    state = dict(step=3, train_seconds=1.0, bad_steps=0, best=-1.0, since_best=0, evaluate=True)
+    state |= dict(metrics={"step": 3}, settings={"batch_size": 5})
+    assert Progress.from_state(state) == Progress(3, 15, 1.0, unlogged={"step": 3})
+
+
 LEFT_OUT = {
     "moments": lambda state, tensors: [
         tensors.pop(k) for k in list(tensors) if "exp_avg." in k or k.endswith("exp_avg")
     ],
     "schedule": lambda state, tensors: state["schedule"].update(last_epoch=0, _step_count=1),
-    "place in the data": lambda state, tensors: state.update(place=0),
+    "problems drawn": lambda state, tensors: state["progress"].update(problems_drawn=0),
     "reference": lambda state, tensors: [tensors[k].zero_() for k in tensors if k.startswith("reference.")],
 }
 
@@ -248,12 +277,11 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
     """The step's line waits for its evaluation; a log that was written to before would be cut in the middle of a line."""
     out, honest, calls = tmp_path / "out", grpo_train.held_out_accuracy, []
 
-    def cut(*args):
+    def cut(run, *args):
         calls.append(1)
         if len(calls) == 2:
-            args[4].number = int(signal.SIGTERM)
-            return None
-        return honest(*args)
+            run.stop.number = int(signal.SIGTERM)
+        return honest(run, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(grpo_train, "held_out_accuracy", cut)
@@ -292,10 +320,10 @@ def test_a_signal_in_an_extra_rollout_does_not_wait_for_the_step_which_is_done_a
     )
     run(settings_of(start, tmp_path / "whole", **settings))
 
-    def told(decoder, batch, groups, config, step, retry=0):
+    def told(run, decoder, batch, step, groups=None, retry=0):
         if step == 4 and retry:
             signal.raise_signal(signal.SIGTERM)
-        sampled = honest(decoder, batch, groups, config, step, retry)
+        sampled = honest(run, decoder, batch, step, groups, retry)
         whole.append((step, retry))
         return sampled
 
@@ -559,8 +587,8 @@ def test_another_number_of_processes_is_refused(start, cut):
 
 def test_resume_anyway_decays_with_the_new_value(start, cut, monkeypatch):
     """An optimiser's state brings its old settings along."""
-    made, honest = [], grpo_train.make_optimizer
-    monkeypatch.setattr(grpo_train, "make_optimizer", lambda *args: made.append(honest(*args)) or made[-1])
+    made, honest = [], learner.make_optimizer
+    monkeypatch.setattr(learner, "make_optimizer", lambda *args: made.append(honest(*args)) or made[-1])
     grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, weight_decay=0.5))
     assert [group["weight_decay"] for group in made[0][0].param_groups] == [0.5, 0.0]
 
@@ -627,7 +655,7 @@ def test_steps_that_are_not_finite_change_nothing_and_end_the_run(start, tmp_pat
 
 
 def test_supervised_steps_that_are_not_finite_are_counted_too(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_train, "within_memory", lambda *args: [torch.tensor(float("nan"))])
+    monkeypatch.setattr(learner, "within_memory", lambda *args: [(torch.tensor(float("nan")), {})])
     with pytest.raises(RunError, match="3 steps in a row had a loss or gradient that is not finite"):
         sft_train.train(
             settings_of(start, tmp_path / "out", sft_train, eval_every=0, max_completion_length=64)
@@ -814,15 +842,15 @@ def test_a_run_stopped_in_the_evaluation_that_ends_it_ends_with_it(script, start
     """It went on to the next evaluation, with steps that the run that was not stopped does not have."""
     evaluated, calls = script is grpo_train, []  # it evaluates before the first step as well
 
-    def accuracy(accelerator, decoder, held_out, config, stop, log, step):
+    def accuracy(run, *args):
+        step = run.progress.step
         calls.append(step)
         if step == 2 and calls.count(2) == 1:
-            stop.number = int(signal.SIGTERM)
-            return None
+            run.stop.number = int(signal.SIGTERM)
+            run.raise_if_stopped()
         return {"eval_accuracy": 0.5 if step <= 1 else 0.1, "eval_length": 1.0, "eval_questions": 4}
 
     monkeypatch.setattr(script, "held_out_accuracy", accuracy)
-    monkeypatch.setattr(checkpoint, "held_out_accuracy", accuracy)
     more = dict(max_completion_length=64, eval_every=1, patience=2 if evaluated else 1, save_every=0)
     with pytest.raises(SystemExit):
         script.train(settings_of(start, tmp_path / "out", script, **more))

@@ -92,7 +92,7 @@ def test_every_shipped_config_is_read(monkeypatch):
     )  # as if peft and bitsandbytes were there
     for path in (ROOT / "configs").glob("*.yaml"):
         if "warm_start" in path.name:
-            grpo_train.sft_train.Config(**grpo_train.settings_from_file(grpo_train.sft_train.Config, path))
+            sft_train.Config(**grpo_train.settings_from_file(sft_train.Config, path))
         else:
             grpo_train.parse_config(Config, ["--config", str(path)])
 

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,15 +14,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_eval
 import grpo_train
+import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
-from errors import RewardError
+from errors import RewardError, SettingError
 from grpo_train import Config, group_advantages
 from problems.prompts import encode_prompts, problems_of
 from problems.sources import load_problems
-from running.run import problem_batch
+from running.log import log_rollouts
+from running.parsing import parse_config
+from running.progress import Progress, next_problems
 from small_runs import SHORT, lines, run_short
-from small_update import setup
+from small_update import small_update
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
@@ -39,28 +43,15 @@ def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp
     (tmp_path / "same.py").write_text(
         "def same(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
-    flags = (
-        "--reward",
-        f"{tmp_path}/same.py:same",
-        "--dynamic_sampling",
-        "2",
-        "--batch_size",
-        "2",
-        "--num_steps",
-        "3",
-        "--eval_every",
-        "0",
-        "--limit",
-        "40",
-    )
-    out = run_short(warm, tmp_path / "out", *flags)
+    flags = f"--reward {tmp_path}/same.py:same --dynamic_sampling 2 --batch_size 2 --num_steps 3 --eval_every 0 --limit 40"
+    out = run_short(warm, tmp_path / "out", flags)
     rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    config = grpo_train.parse_config(Config, [*SHORT, *flags])
+    config = parse_config(Config, f"{SHORT} {flags}".split())
     ids = [p.id for p in problems_of(config)]
-    order = [ids[i] for i in problem_batch(40, 18, 0, config.seed)]
-    assert [
-        list(dict.fromkeys(row["example_id"] for row in rows if row["step"] == step)) for step in (1, 2, 3)
-    ] == [order[4:6], order[10:12], order[16:18]]
+    order = next_problems(ids, 18, SimpleNamespace(problems_drawn=0, config=config))
+    for step, first in ((1, 4), (2, 10), (3, 16)):
+        asked = list(dict.fromkeys(row["example_id"] for row in rows if row["step"] == step))
+        assert asked == order[first : first + 2]
 
 
 def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_average(trained):
@@ -73,24 +64,15 @@ def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_ave
 
 def test_a_warm_start_leaves_the_held_out_out_and_is_made_again_for_other_settings(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(
-        grpo_train.sft_train,
-        "train",
-        lambda config, stop: (
-            made.append(config) or Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        ),
-    )
-    for flags in (
-        (),
-        (),
-        ("--eval_problems", "9"),
-        ("--eval_problems", "9", "--eval_every", "30"),
-        ("--seed", "3"),
-    ):
-        config = grpo_train.parse_config(
-            Config, ["--config", "configs/tiny.yaml", "--output_dir", str(tmp_path / "out"), *flags]
-        )
-        grpo_train.warm_start(config, Accelerator(), None)
+
+    def train(config, run):
+        made.append(config)
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(sft_train, "train", train)
+    for flags in ("", "", "--eval_problems 9", "--eval_problems 9 --eval_every 30", "--seed 3"):
+        words = f"--config configs/tiny.yaml --output_dir {tmp_path / 'out'} {flags}".split()
+        sft_train.warm_start(parse_config(Config, words), SimpleNamespace(accelerator=Accelerator()))
     assert [(sft.eval_problems, sft.seed) for sft in made] == [(200, 0), (9, 0), (200, 3)]
 
 
@@ -100,7 +82,7 @@ def test_a_refused_run_leaves_no_output_directory(warm, tmp_path):
         if file.name != "model.safetensors":
             (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model" / "model.safetensors").write_bytes((warm / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(grpo_train.SettingError, match="model="):
+    with pytest.raises(SettingError, match="model="):
         run_short(tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -162,8 +144,8 @@ def test_rollout_records_hold_the_group_and_who_listened_to_whom(trained):
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(warm, trained, tmp_path):
-    same = run_short(warm, tmp_path / "same", "--beta", "0.04", "--micro_batch_tokens", "100")
-    other = run_short(warm, tmp_path / "other", "--beta", "0.04", "--seed", "7")
+    same = run_short(warm, tmp_path / "same", "--beta 0.04 --micro_batch_tokens 100")
+    other = run_short(warm, tmp_path / "other", "--beta 0.04 --seed 7")
     a, b, c = (lines(folder / "rollouts.jsonl") for folder in (trained, same, other))
     assert [r["completion"] for r in a] == [r["completion"] for r in b], "micro-batches change nothing (I10)"
     assert [r["completion"] for r in a] != [r["completion"] for r in c]
@@ -174,16 +156,7 @@ def test_each_reuse_of_a_rollout_is_an_optimiser_step_but_no_step_of_the_log(war
     out = run_short(
         warm,
         tmp_path / "mu",
-        "--mu",
-        "4",
-        "--learning_rate",
-        "3e-4",
-        "--lr_scheduler_type",
-        "linear",
-        "--warmup_ratio",
-        "0",
-        "--gradient_checkpointing",
-        "true",
+        "--mu 4 --learning_rate 3e-4 --lr_scheduler_type linear --warmup_ratio 0 --gradient_checkpointing true",
     )
     metrics = lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
@@ -196,27 +169,14 @@ def test_each_reuse_of_a_rollout_is_an_optimiser_step_but_no_step_of_the_log(war
 
 
 def test_lambda_zero_runs_plain_grpo(warm, tmp_path):
-    metrics = lines(run_short(warm, tmp_path / "plain", "--m3po_lambda", "0") / "metrics.jsonl")
+    metrics = lines(run_short(warm, tmp_path / "plain", "--m3po_lambda 0") / "metrics.jsonl")
     assert "thinking_paths" not in metrics[0]
     assert "kl" not in metrics[0], "beta 0 has no reference"
 
 
 def test_the_reference_is_the_policy_again_when_an_outer_iteration_begins(warm, tmp_path):
-    flags = (
-        "--num_steps",
-        "2",
-        "--outer_iterations",
-        "2",
-        "--beta",
-        "0.1",
-        "--learning_rate",
-        "1e-3",
-        "--lr_scheduler_type",
-        "constant",
-        "--warmup_ratio",
-        "0",
-    )
-    kl = [m["kl"] for m in lines(run_short(warm, tmp_path / "outer", *flags) / "metrics.jsonl")]
+    flags = "--num_steps 2 --outer_iterations 2 --beta 0.1 --learning_rate 1e-3 --lr_scheduler_type constant --warmup_ratio 0"
+    kl = [m["kl"] for m in lines(run_short(warm, tmp_path / "outer", flags) / "metrics.jsonl")]
     assert kl[0] < 1e-7 > kl[2]
     assert min(kl[1], kl[3]) > 1e-6
 
@@ -236,7 +196,7 @@ def test_a_saved_run_gives_plain_transformers_the_same_greedy_answers(trained, t
 
 
 def test_a_used_output_directory_is_refused(warm, trained):
-    with pytest.raises(grpo_train.SettingError, match="holds a run already"):
+    with pytest.raises(SettingError, match="holds a run already"):
         run_short(warm, trained)
 
 
@@ -254,7 +214,7 @@ def test_a_reward_function_that_fails_is_named_with_its_step_and_saves_nothing(w
     """TRL#6533: one value was silently broadcast."""
     (tmp_path / "mine.py").write_text(f"def mine(completions, **kwargs):\n    {body}\n")
     with pytest.raises(RewardError) as error:
-        run_short(warm, tmp_path / "out", "--reward", f"{tmp_path}/mine.py:mine", "--eval_every", "0")
+        run_short(warm, tmp_path / "out", f"--reward {tmp_path}/mine.py:mine --eval_every 0")
     assert all(word in str(error.value) for word in ("mine", "step 1", *words)), str(error.value)
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -266,7 +226,7 @@ def test_a_users_reward_gets_the_columns_that_trl_gives(warm, tmp_path):
         "    return [None if i % 4 == 0 else float(len(ids)) for i, ids in enumerate(completion_ids)]\n"
     )
     metrics = lines(
-        run_short(warm, tmp_path / "out", "--reward", f"{tmp_path}/mine.py:mine=0.5") / "metrics.jsonl"
+        run_short(warm, tmp_path / "out", f"--reward {tmp_path}/mine.py:mine=0.5") / "metrics.jsonl"
     )
     assert metrics[0]["unscored"] == 3
     assert metrics[0]["reward"] == pytest.approx(0.5 * metrics[0]["reward/mine"])
@@ -274,14 +234,18 @@ def test_a_users_reward_gets_the_columns_that_trl_gives(warm, tmp_path):
 
 def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, prompts, tmp_path):
     """Its log-probs are NaN, and report.html said no word of just that run."""
-    config, model, _, (accelerator, scorer, *_) = setup(tokenizer, prompts, batch_size=2)
-    model.model.norm.weight.data[0] = NAN
-    decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3))
+    small, records = small_update(tokenizer, prompts, batch_size=2), []
+    small.policy.model.norm.weight.data[0] = NAN
+    decoder = GroupDecoder(small.policy, tokenizer, "e", Interaction(0.3))
     batch = encode_prompts(load_problems("arithmetic", limit=2), tokenizer, "", 200)[0]
-    sampled = grpo_train.sample(decoder, batch, range(2), config, 0)
-    grpo_train.score(grpo_train.reward_functions(config), sampled, config, 0)
-    grpo_train.log_rollouts(accelerator, tmp_path, 0, tokenizer, sampled, [False] * 8, torch.zeros(8), config)
-    records = [json.loads(line, parse_constant=pytest.fail) for line in open(tmp_path / "rollouts.jsonl")]
+    sampled = grpo_train.sample_groups(small.config, decoder, batch, 0, range(2))
+    run = SimpleNamespace(
+        config=small.config, learner=small.learner, progress=Progress(), local_rows=slice(0, 8)
+    )
+    grpo_train.score(run, grpo_train.chosen_rewards(small.config), sampled, 0)
+    run.log = SimpleNamespace(write_rollouts=records.extend)
+    log_rollouts(run, sampled, [False] * 8, torch.zeros(8))
+    records = [json.loads(json.dumps(record), parse_constant=pytest.fail) for record in records]
     assert records[0]["logps"] == [None] * records[0]["length"]
 
 
@@ -300,20 +264,22 @@ def test_each_evaluation_leaves_its_answers(trained):
 def test_an_evaluation_on_the_one_file_a_model_was_trained_on_is_refused(warm, tmp_path):
     rows = [{"question": p.question, "answer": p.answer} for p in load_problems("arithmetic", limit=60)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = run_short(warm, tmp_path / "out", "--dataset", str(tmp_path / "mine.jsonl"), "--eval_every", "0")
-    with pytest.raises(grpo_train.SettingError, match="one file this model was trained on"):
+    out = run_short(warm, tmp_path / "out", f"--dataset {tmp_path / 'mine.jsonl'} --eval_every 0")
+    with pytest.raises(SettingError, match="one file this model was trained on"):
         grpo_eval.Config(model=str(out))
     assert grpo_eval.Config(model=str(out), split="train").dataset == str(tmp_path / "mine.jsonl")
 
 
 def test_all_prompts_too_long_is_an_error_that_says_what_to_set(warm, tmp_path):
     with pytest.raises(ValueError, match="max_prompt_length=3"):
-        run_short(warm, tmp_path / "out", "--max_prompt_length", "3")
+        run_short(warm, tmp_path / "out", "--max_prompt_length 3")
     assert not (tmp_path / "out").exists()
 
 
-def accuracy_after(folder, argv):
-    grpo_train.train(grpo_train.parse_config(Config, argv))
+def accuracy_after(folder, flags):
+    grpo_train.train(
+        parse_config(Config, f"--config configs/tiny.yaml --output_dir {folder} {flags}".split())
+    )
     metrics = lines(folder / "metrics.jsonl")
     return metrics[0]["eval_accuracy_before"], metrics[-1]["eval_accuracy"]
 
@@ -323,16 +289,16 @@ def test_the_tiny_job_learns_from_its_reward_and_learns_nothing_from_shuffled_ad
     tmp_path, monkeypatch
 ):
     """The whole of configs/tiny.yaml, and a shorter copy of it in which every advantage goes to a wrong completion."""
-    argv = ["--config", "configs/tiny.yaml", "--output_dir"]
-    before, after = accuracy_after(tmp_path / "honest", [*argv, str(tmp_path / "honest")])
+    before, after = accuracy_after(tmp_path / "honest", "")
     assert 0.35 < before < 0.65
     assert after > before + 0.25
-    honest, generator = group_advantages, torch.Generator().manual_seed(0)
-    monkeypatch.setattr(
-        grpo_train,
-        "group_advantages",
-        lambda *a: (x := honest(*a))[torch.randperm(len(x), generator=generator)],
-    )
-    start = ["--warm_start", "none", "--model", str(tmp_path / "honest" / "warm_start"), "--num_steps", "120"]
-    before, after = accuracy_after(tmp_path / "shuffled", [*argv, str(tmp_path / "shuffled"), *start])
-    assert after <= before + 0.1  # 200 problems: 0.07 is two standard deviations of a difference
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(*args):
+        advantages = group_advantages(*args)
+        return advantages[torch.randperm(len(advantages), generator=generator)]
+
+    monkeypatch.setattr(grpo_train, "group_advantages", shuffled)
+    start = f"--warm_start none --model {tmp_path / 'honest' / 'warm_start'} --num_steps 120"
+    before, after = accuracy_after(tmp_path / "shuffled", start)
+    assert after <= before + 0.1, "200 problems: 0.07 is two standard deviations of a difference"

@@ -1,0 +1,67 @@
+"""A run: which problems come next, evaluation on the way, and stopping."""
+
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator
+
+import grpo_train
+from decoding.decoder import GroupDecoder
+from errors import Stopped
+from problems.problem import Problem
+from running.evaluation import held_out_accuracy
+from running.progress import Progress, next_problems, steps_to_do
+from running.run import Run
+
+
+def test_an_epoch_ends_with_what_is_left_of_the_problems():
+    assert steps_to_do(grpo_train.Config(num_epochs=1.0, batch_size=4), 10) == 3
+    assert steps_to_do(grpo_train.Config(num_epochs=2.0, batch_size=5), 10) == 4
+
+
+def drawn(count, sizes, seed):
+    """The numbers of the problems that steps of these sizes draw from `count` problems."""
+    run = SimpleNamespace(problems_drawn=0, config=SimpleNamespace(seed=seed))
+    return [i for size in sizes for i in next_problems(range(count), size, run)]
+
+
+def test_each_pass_over_the_problems_is_a_permutation_of_its_own():
+    first = drawn(10, [4] * 5, seed=1)
+    assert sorted(first[:10]) == list(range(10)) == sorted(first[10:])
+    assert first[:10] != first[10:]
+    assert first == drawn(10, [4] * 5, seed=1)
+    assert first != drawn(10, [4] * 5, seed=2)
+    assert len(drawn(3, [8], seed=0)) == 8, "a batch may be larger than the data"
+
+
+def stand_in(config, **parts):
+    """A Run that was not opened, on the only process; nobody has asked it to stop."""
+    run = Run(config, {})
+    run.accelerator, run.stop = Accelerator(cpu=True), SimpleNamespace(asked=lambda: 0, agreed=lambda: 0)
+    vars(run).update(parts)
+    return run
+
+
+def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
+    """As `complete` answers them, which is tested against `generate`."""
+    decoder, rows = GroupDecoder(llama, tokenizer), []
+    problems = [
+        SimpleNamespace(ids=ids, problem=Problem("q", "1", id=str(i))) for i, ids in enumerate(prompts)
+    ]
+    config, log = grpo_train.Config(max_completion_length=24), SimpleNamespace(write_evaluation=rows.extend)
+    metrics = held_out_accuracy(stand_in(config, log=log, progress=Progress(step=3)), decoder, problems)
+    greedy = [pairs[0] for pairs in decoder.complete(prompts, 24)]
+    mean_length = sum(len(ids) for ids, _ in greedy) / 5
+    assert [row["completion"] for row in rows] == [decoder.text(*pair) for pair in greedy]
+    assert {row["step"] for row in rows} == {3}
+    assert metrics == {"eval_accuracy": 0.0, "eval_length": mean_length, "eval_questions": 5}
+
+
+def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_stop():
+    """It has nothing to show, and would wait for this one for ever."""
+    decoder, run = SimpleNamespace(interrupted=None), stand_in(grpo_train.Config())
+    assert run.interruptible(decoder, lambda: "text") == "text"
+    run.stop.agreed = lambda: 15
+    with pytest.raises(Stopped):
+        run.interruptible(decoder, lambda: "text")
+    assert decoder.interrupted is None
