@@ -24,18 +24,9 @@ from reporting.files import FINISHED
 from running.evaluation import held_out_accuracy
 from running.folder import keep_best, save_model
 from running.run import leave
-from running.settings import resolved
+from running.settings import free_on_resume, names_with, resolved
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
-
-
-# Settings that a resumed run may have otherwise without a word: they change no weight.
-FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
-        "run_name", "push_to_hub", "hub_model_id", "hub_private", "save_adapter", "num_processes", "versions", "commit", "log_groups", "eval_every",
-        "inspect_every", "reward_timeout", "warn_after", "check"}  # fmt: skip
-
-
-NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
 
 
 def _sync(path):
@@ -400,15 +391,16 @@ class Checkpoints:
 
     def _refuse_other(self, path, state):
         now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
-        differ = {n: (then.get(n), now.get(n)) for n in {*now, *then} - FREE if then.get(n) != now.get(n)}
+        differ = {n: (then.get(n), now.get(n)) for n in {*now, *then} - free_on_resume(type(self.config)) if then.get(n) != now.get(n)}
         for name, value, other in (
             ("data", state["data"][:12], self.data[:12]),
             ("world_size", state["world_size"], self.accelerator.num_processes),
         ):
             if value != other:
                 differ[name] = (value, other)
+        never = names_with(type(self.config), "resume", "never")
         hard = {
-            n: v for n, v in differ.items() if n in NEVER or (n == "beta" and not v[0])
+            n: v for n, v in differ.items() if n in never or (n == "beta" and not v[0])
         }  # beta 0 kept no reference
         if not differ or (self.config.resume_anyway and not hard):
             return

@@ -20,8 +20,9 @@ from errors import RunError, SettingError
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, log
 from running import folder as run_folder
-from running.checkpoint import FREE, checkpoints, damage, data_fingerprint
+from running.checkpoint import checkpoints, damage, data_fingerprint
 from running.run import Stop
+from running.settings import free_on_resume
 from small_models import a_model_and_problems
 
 ROOT = Path(__file__).parents[1]
@@ -521,7 +522,7 @@ def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
     )
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
-    assert not names & FREE
+    assert not names & free_on_resume(grpo_train.Config)
 
 
 def test_the_fingerprint_of_the_data_is_of_prompts_problems_and_their_order():
