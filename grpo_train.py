@@ -31,7 +31,7 @@ from learning.learner import guarded_step, make_optimizer
 from learning.log_probs import Scorer, make_scorer
 from learning.memory import TokenBudget, peak_gib, within_memory
 from learning.models import check_positions, load_model, load_policy, load_tokenizer, refresh, rollout_dtype
-from learning.parallel import distribute, largest, shard
+from learning.parallel import distribute, max_over_processes, shard
 from m3po_module import SIMILARITIES
 from problems.prompts import prepare_problems
 from reporting.files import FINISHED, LOGS, write_whole
@@ -392,7 +392,7 @@ def run(config, accelerator, stop):
         train_seconds += rollout_seconds + reward_seconds + update_seconds
 
         # 5. Log, now and then evaluate and save.
-        out_of_time = config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
+        out_of_time = config.max_minutes is not None and max_over_processes(train_seconds) >= 60 * config.max_minutes
         last = step + 1 == total or out_of_time
         right = right_answers(
             texts,
@@ -491,7 +491,7 @@ def warm_start(config, accelerator, stop):
         {k: v for k, v in json.loads(json.dumps(resolved(sft))).items() if k not in free},
     )
     whole = accelerator.is_main_process and note.exists() and json.loads(note.read_text()) == settings
-    if not largest(whole):
+    if not max_over_processes(whole):
         if accelerator.is_main_process:
             note.unlink(missing_ok=True)
         sft_train.train(sft, stop)
@@ -666,7 +666,7 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     }
     if ref_scorer is None:
         del means["kl"]  # there is nothing to measure it against
-    return {**means, "logp_diff_max": largest(furthest), "grad_norm": statistics.fmean(norms), **skipped}
+    return {**means, "logp_diff_max": max_over_processes(furthest), "grad_norm": statistics.fmean(norms), **skipped}
 
 
 def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config):
@@ -756,7 +756,7 @@ def speed_metrics(accelerator, rollout, rollout_seconds, reward_seconds, update_
         "update_seconds": update_seconds,
         "rollout_tokens_per_s": tokens / rollout_seconds,
         "update_tokens_per_s": tokens / update_seconds,
-        **({"peak_gib": largest(peak_gib())} if accelerator.device.type == "cuda" else {}),
+        **({"peak_gib": max_over_processes(peak_gib())} if accelerator.device.type == "cuda" else {}),
     }
 
 

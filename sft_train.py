@@ -20,7 +20,7 @@ from learning.learner import guarded_step, make_optimizer
 from learning.log_probs import make_scorer
 from learning.memory import TokenBudget, within_memory
 from learning.models import check_positions, load_model, load_policy, load_tokenizer, refresh, rollout_dtype
-from learning.parallel import distribute, largest, shard
+from learning.parallel import distribute, max_over_processes, shard
 from problems.prompts import chat_eos_id, prepare_problems, template_kwargs
 from reporting.files import FINISHED, LOGS
 from running.checkpoint import Checkpoints
@@ -195,7 +195,7 @@ def run(config, accelerator, stop):
         seconds = watch.lap()
         train_seconds += seconds
         last = step + 1 == total or (
-            config.max_minutes is not None and largest(train_seconds) >= 60 * config.max_minutes
+            config.max_minutes is not None and max_over_processes(train_seconds) >= 60 * config.max_minutes
         )
         metrics = {"step": step + 1, "loss": loss, "perplexity": math.exp(min(loss, 50)), "grad_norm": norm, "learning_rate": learning_rate,
                    "tokens": tokens, "step_seconds": seconds, "train_seconds": train_seconds}  # fmt: skip

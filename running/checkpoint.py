@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import RunError, SettingError
+from learning.memory import checkpoint_bytes
 from learning.models import merged_state
-from learning.parallel import largest, whole
+from learning.parallel import max_over_processes, whole
 from reporting.files import FINISHED
 from running.evaluation import held_out_accuracy
 from running.folder import keep_best, save_model
@@ -146,18 +147,9 @@ class Checkpoints:
 
     def _refuse_little_disk(self):
         """Before the first step: room for one checkpoint more than there are."""
-        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
-        whole_model = sum(p.numel() for name, p in self.policy.named_parameters() if ".lora_" not in name)
-        reference = (
-            sum(p.numel() * p.element_size() for p in self.reference.parameters())
-            if self.reference is not None
-            else 0
-        )
-        needed, free = (
-            4 * whole_model + self.config.moment_bytes * trained + reference,
-            shutil.disk_usage(self.folder).free,
-        )
-        if largest(needed > free):
+        needed = checkpoint_bytes(self.policy, self.reference, self.config.moment_bytes)
+        free = shutil.disk_usage(self.folder).free
+        if max_over_processes(needed > free):
             remedy = (
                 f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
             )
@@ -391,7 +383,11 @@ class Checkpoints:
 
     def _refuse_other(self, path, state):
         now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
-        differ = {n: (then.get(n), now.get(n)) for n in {*now, *then} - free_on_resume(type(self.config)) if then.get(n) != now.get(n)}
+        differ = {
+            n: (then.get(n), now.get(n))
+            for n in {*now, *then} - free_on_resume(type(self.config))
+            if then.get(n) != now.get(n)
+        }
         for name, value, other in (
             ("data", state["data"][:12], self.data[:12]),
             ("world_size", state["world_size"], self.accelerator.num_processes),

@@ -9,7 +9,7 @@ import time
 import torch
 
 from errors import RunError
-from learning.parallel import largest
+from learning.parallel import max_over_processes
 
 
 class Stop:
@@ -51,7 +51,7 @@ class Stop:
 
     def agreed(self):
         """The same on all processes, which must all call it: a signal may reach one of them only."""
-        return largest(self.asked())
+        return max_over_processes(self.asked())
 
 
 def check_bad_steps(config, bad, metrics):

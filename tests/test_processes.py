@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from errors import SettingError
 from grpo_train import Config
 from learning.parallel import shard
-from running.launching import check_shares, heeded, starts_processes
+from running.launching import check_shares, signals_to_hand_on, starts_processes
 from small_runs import SHORT, command, lines, run_short
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def test_signals_that_are_switched_off_are_not_handed_on():
     """nohup's SIGHUP would end what nohup was to keep."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        assert heeded() == [
+        assert signals_to_hand_on() == [
             name
             for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
             if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
