@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from errors import RunError
 from grpo_train import Config
 from learning.log_probs import Scorer
-from learning.memory import TokenBudget, micro_batches, row_lengths
+from learning.memory import TokenBudget, checkpoint_bytes, micro_batches, row_lengths
 from small_update import advantages_for, setup, update
 
 
@@ -51,26 +51,32 @@ def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(to
 
 
 class Card:
-    """Memory of a GPU as `TokenBudget.find` asks for it: a fixed part, and so much for each token that is there, a third of it where it recomputes."""
+    """Memory of a GPU as `TokenBudget.find` asks for it: a fixed part, and a part for each token.
+
+    A token takes a third of it where activations are recomputed.
+    """
 
     def __init__(self, monkeypatch, scorer, free, fixed, each):
         self.scorer, self.peak, self.fixed, self.each = scorer, 0, fixed, each
         self.free, self.room = free, free
-        for name, answer in dict(
-            memory_allocated=lambda: 100, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 100 + self.peak, empty_cache=lambda: None,
-            mem_get_info=self.info,
-        ).items():  # fmt: skip
+        answers = {
+            "memory_allocated": lambda: 100,
+            "reset_peak_memory_stats": lambda: None,
+            "max_memory_allocated": lambda: 100 + self.peak,
+            "empty_cache": lambda: None,
+            "mem_get_info": self.info,
+        }
+        for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         self.forward, scorer.forward = scorer.forward, self.watched
 
     def info(self):
-        held = sum(p.grad.numel() * 4 for p in self.scorer.parameters() if p.grad is not None)
-        return self.free - held, self.free
+        gradients = sum(p.grad.numel() * 4 for p in self.scorer.parameters() if p.grad is not None)
+        return self.free - gradients, self.free
 
     def watched(self, rollout, rows):
-        lengths = (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths)[
-            rows
-        ]
+        prompts = rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations)
+        lengths = (prompts + rollout.lengths)[rows]
         each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
         self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)
         if self.peak > self.room:
@@ -85,15 +91,15 @@ class Card:
 def test_the_token_budget_is_what_the_free_memory_holds(
     tokenizer, prompts, monkeypatch, room, checkpointing, recomputes
 ):
-    """Beside gradients, moments and a part that does not grow with the tokens; the longest prompt and the longest completion are of different rows."""
+    """Beside gradients, moments and a part that does not grow with the tokens.
+
+    The longest prompt and the longest completion are of different rows.
+    """
     config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
     model.train()
-    budget, weights, each, fixed = (
-        TokenBudget(config, model),
-        sum(p.numel() for p in model.parameters()),
-        30_000,
-        4_000_000,
-    )
+    budget = TokenBudget(config, model)
+    weights = sum(p.numel() for p in model.parameters())
+    each, fixed = 30_000, 4_000_000
     Card(monkeypatch, parts[1], 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
     budget.find(parts[0], parts[1], out)
@@ -141,3 +147,12 @@ def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budg
         budget = TokenBudget(Config(micro_batch_tokens=given), None)
         budget.restore([77, False])
         assert budget.tokens == expected
+
+
+def test_a_checkpoint_s_bytes_are_counted_as_it_is_written():
+    """Float32 weights, two float32 moments of what is trained, a bf16 reference."""
+    policy, reference = torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 10, bias=False).bfloat16()
+    assert checkpoint_bytes(policy, None, moment_bytes=8) == 100 * 4 + 100 * 8
+    assert checkpoint_bytes(policy, reference, moment_bytes=2) == 100 * 4 + 100 * 2 + 100 * 2
+    policy.requires_grad_(False)
+    assert checkpoint_bytes(policy, reference, moment_bytes=8) == 100 * 4 + 100 * 2
