@@ -53,22 +53,25 @@ class Config(TrainConfig):
     """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400 tokens, Qwen2.5-1.5B-Instruct)."""
 
     num_generations: int = setting(
-        12, "G, completions of each problem; they are compared with each other, so at least 2"
+        12, "G, completions of each problem; they are compared with each other, so at least 2", in_card=True
     )
     outer_iterations: int = setting(
         1,
         "times num_steps steps, each begun with the reference a copy of the policy (num_iterations in the original script; in TRL that means mu)",
     )
-    temperature: float = setting(1.0, "sampling temperature; log-probs are taken at the same one")
-    mu: int = setting(
-        1, "optimiser steps on each rollout; with 1 the ratio is always 1 and nothing is ever clipped"
+    temperature: float = setting(
+        1.0, "sampling temperature; log-probs are taken at the same one", in_card=True
     )
-    beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference")
-    epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon")
+    mu: int = setting(
+        1, "optimiser steps a rollout; with 1 the ratio is always 1 and nothing is clipped", in_card=True
+    )
+    beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference", in_card=True)
+    epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon", in_card=True)
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
     loss_type: str = setting(
         "grpo",
         "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)",
+        in_card=True,
     )
     scale_rewards: str = setting(
         "group", "group: advantages are divided by the group's standard deviation; none: they are not"
@@ -81,41 +84,45 @@ class Config(TrainConfig):
         "token: a token's loss counts min(pi / mu, rollout_is_cap), pi of the update's forward over mu of the sampler's; none: the ratio is only logged",
     )
     rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
-    reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS))
+    reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS), in_card=True)
     reward: list[str] | None = setting(
-        None, "your own instead: FILE.py:function[=weight], several after one flag"
+        None, "your own instead: FILE.py:function[=weight], several after one flag", in_card=True
     )
     dynamic_sampling: int = setting(
-        0,
-        "groups whose rewards are all equal give way to fresh problems, in at most N extra rollouts a step; 0: they stay",
+        0, "replace groups of equal rewards by fresh problems, in at most N extra rollouts a step; 0: never"
     )
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting(
         "none",
-        "a YAML of sft_train.py that runs first, into output_dir/warm_start; what it leaves out is taken from here",
+        "a YAML for sft_train.py, which runs first into output_dir/warm_start and inherits what it leaves out",
     )
     reward_timeout: float = setting(
-        300.0, "seconds one reward function may take for a step's completions; 0: as long as it likes"
+        300.0, "seconds one reward function may take for a step's completions; 0: no limit", resume="free"
     )
     warn_after: int = setting(
-        10, "steps after which a run that earns nothing, or only for its format, is warned of; 0: never"
+        10, "warn after N steps in a row that earn nothing, or only for their format; 0: never", resume="free"
     )
     check: bool = setting(
-        False, "print what the run would do, what it needs and what the rewards pay, and train nothing"
+        False, "print what the run would do and need, and what the rewards pay; train nothing", resume="free"
     )
     log_groups: int = setting(
-        1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl"
+        1, "groups a step whose tokens, log-probs and mixing weights go into rollouts.jsonl", resume="free"
     )
     inspect_every: int = setting(
         10,
-        "M3PO: the first group of every N-th step is read again with nobody heard, for report.html; 0: never",
+        "M3PO: every N steps the first group is read again without its peers, for report.html; 0: never",
+        resume="free",
     )
     m3po_lambda: float = setting(
-        0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO"
+        0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
     )
-    m3po_temperature: float = setting(0.1, "of the softmax over peers: small listens to the most alike only")
+    m3po_temperature: float = setting(
+        0.1, "of the softmax over peers: small listens to the most alike only", in_card=True
+    )
     m3po_similarity: str = setting(
-        "distribution", "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)"
+        "distribution",
+        "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)",
+        in_card=True,
     )
 
     def __post_init__(self):

@@ -5,7 +5,6 @@
 It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it by itself.
 """
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ from learning.models import check_positions, load_frozen, load_policy, load_toke
 from learning.parallel import max_over_processes, shard
 from problems.prompts import chat_eos_id, prepare_problems, template_kwargs
 from reporting.files import write_whole
-from running.checkpoint import FREE
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, starts_processes
 from running.parsing import parse_config, run_main, settings_from_file
 from running.progress import next_problems, steps_to_do
 from running.run import Run
-from running.settings import TrainConfig, check, resolved, setting
+from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
 
 SHOWN = {
     "loss": "loss",
@@ -40,14 +38,6 @@ SHOWN = {
     "step_seconds": "s",
     "skipped": "SKIPPED:",
 }
-
-
-# What a warm start takes from the GRPO run it belongs to, unless its own file says otherwise.
-INHERITED = {
-    "model", "dataset", "split", "question_column", "answer_column", "solution_column", "limit", "answer_format", "grading", "system_prompt_file",
-    "chat_template_kwargs", "max_prompt_length", "max_completion_length", "micro_batch_tokens", "gradient_checkpointing", "bf16", "eval_problems",
-    "cpu_threads", "seed", "trust_remote_code", "torch_compile", "fsdp", "optimizer", "lora_r", "lora_alpha", "lora_target_modules", "num_processes",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,8 +162,7 @@ def rows_loss(learner, batch, tokens, rows):
 
 def warm_start_settings(config):
     """The settings of the supervised run that comes before a GRPO run: what its own file leaves out is the GRPO run's."""
-    fields = [f.name for f in dataclasses.fields(TrainConfig) if f.name in INHERITED]
-    settings = {name: getattr(config, name) for name in fields}
+    settings = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
     try:
         settings |= settings_from_file(Config, config.warm_start)
         settings |= {
@@ -197,7 +186,8 @@ def warm_start(config, run):
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
     note, compared = folder / "warm_start.json", json.loads(json.dumps(resolved(settings)))
-    compared = {name: value for name, value in compared.items() if name not in FREE}
+    free = free_on_resume(Config)
+    compared = {name: value for name, value in compared.items() if name not in free}
     is_whole = is_main and note.exists() and json.loads(note.read_text()) == compared
     if not max_over_processes(is_whole):
         if is_main:

@@ -1,4 +1,7 @@
-"""Fitting the update into memory: micro-batches of a number of tokens that is found by trial, and halved where it does not fit after all."""
+"""Fitting the update into memory: micro-batches of as many tokens as a trial shows to fit.
+
+Where they do not fit after all, they are halved.
+"""
 
 import bisect
 import contextlib
@@ -10,17 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from errors import RunError
 from learning.parallel import max_over_processes
 
-MOST_TOKENS = 6144  # that go through a model of FULL_SIZE at once where nobody says: more are a little faster, and take their memory
-
-
-FULL_SIZE = (
-    1.5e9  # parameters; a smaller model is done with so many tokens before the next kernels are launched
-)
-
-
-ENOUGH_TOKENS = 4096  # with fewer than these at once, recomputing activations is the better bargain
-
-
+# Tokens that a model of FULL_SIZE parameters gets at once by default: more are a little faster and take
+# their memory. A smaller model is through with them before the next kernels are launched, so it gets more.
+MOST_TOKENS, FULL_SIZE = 6144, 1.5e9
+ENOUGH_TOKENS = 4096  # where fewer fit, recomputing activations is the better bargain
 REMEDIES = (
     "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
 )
@@ -32,51 +28,55 @@ def row_lengths(rollout):
 
 
 def micro_batches(rollout, token_budget):
-    """Row indices, lists, in batches of at most `token_budget` tokens, padding in; one row goes whatever its length.
+    """Lists of row indices, each of at most `token_budget` tokens, padding in; a longer row goes alone.
 
-    Rows of like length are together, and batches about as large as each other: as many as the budget asks for, under the least budget that asks for no more.
+    Rows of like length are together. Among the cuts with the fewest batches, the most even one is taken.
     """
     lengths = row_lengths(rollout)
-    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    longest_first = sorted(range(len(lengths)), key=lambda n: -lengths[n])
 
     def cut(budget):
         batches = []
-        for n in order:
+        for n in longest_first:
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
                 batches.append([])
             batches[-1].append(n)
         return batches
 
     fewest = len(cut(token_budget))
-    return cut(bisect.bisect_left(range(token_budget), -fewest, key=lambda budget: -len(cut(budget))))
+    least = bisect.bisect_left(range(token_budget), -fewest, key=lambda budget: -len(cut(budget)))
+    return cut(least)  # the least budget that needs no more batches fills them evenly
 
 
 class TokenBudget:
-    """How many tokens, padding in, go through the model at once in the update of `policy`; `tokens` is None until there is a rollout to try it on."""
+    """How many tokens, padding in, go through the policy at once in the update.
+
+    `tokens` is None until there is a rollout to try it on.
+    """
 
     def __init__(self, config, policy):
-        self.tokens, self.policy, self.moment_bytes = config.micro_batch_tokens, policy, config.moment_bytes
-        self.recomputes, self.may_recompute = False, config.gradient_checkpointing == "auto"
+        self.tokens = config.micro_batch_tokens
+        self.policy = policy
+        self.moment_bytes = config.moment_bytes
+        self.recomputes = False
+        self.may_recompute = config.gradient_checkpointing == "auto"
         if config.gradient_checkpointing == "on":
             self.recompute()
 
     def recompute(self):
-        """From now on activations are computed again in the backward (every dropout is 0, so no random state has to be kept)."""
+        """From now on activations are computed again in the backward."""
         self.recomputes = True
-        enable = (
-            getattr(self.policy, "activation_checkpointing_enable", None)
-            or self.policy.gradient_checkpointing_enable
-        )  # its older name
-        enable({"use_reentrant": False, "preserve_rng_state": False})
+        enable = getattr(self.policy, "activation_checkpointing_enable", None)
+        enable = enable or self.policy.gradient_checkpointing_enable  # its older name
+        enable({"use_reentrant": False, "preserve_rng_state": False})  # every dropout is 0: nothing is random
 
     @property
     def most(self):
-        """Tokens at once that are worth their memory: more for a small model, and twice as many where activations are computed again."""
-        on_card = next(self.policy.parameters()).device.type == "cuda"
-        smaller = (
-            FULL_SIZE / sum(p.numel() for p in self.policy.parameters()) if on_card else 1
-        )  # a CPU launches nothing
-        return int(MOST_TOKENS * min(max(smaller, 1), 10)) * (1 + self.recomputes)
+        """Tokens at once that are worth their memory; twice as many where activations are recomputed."""
+        times = 1
+        if next(self.policy.parameters()).device.type == "cuda":
+            times = FULL_SIZE / sum(p.numel() for p in self.policy.parameters())
+        return int(MOST_TOKENS * min(max(times, 1), 10)) * (1 + self.recomputes)
 
     def state(self):
         """What a resumed run needs to cut its batches alike."""
@@ -84,76 +84,102 @@ class TokenBudget:
 
     def restore(self, state):
         if state:
-            self.tokens = self.tokens or state[0]
-            if state[1] and not self.recomputes:
+            tokens, recomputes = state
+            self.tokens = self.tokens or tokens
+            if recomputes and not self.recomputes:
                 self.recompute()
 
     def find(self, accelerator, scorer, rollout):
-        """What the free memory of the card holds, by forwards and backwards whose gradients are dropped; `auto` recomputes where that is little."""
+        """Set `tokens` to what the free memory of the card holds; `auto` recomputes where that is little."""
         if accelerator.device.type != "cuda":
             self.tokens = self.most
             return
         enough = max_over_processes(min(ENOUGH_TOKENS, sum(row_lengths(rollout))))
-        fits = self._try(accelerator, scorer, rollout)
+        fits = self._tokens_that_fit(accelerator, scorer, rollout)
         if self.may_recompute and not self.recomputes and fits < enough:
             self.recompute()
-            fits = self._try(accelerator, scorer, rollout)
+            fits = self._tokens_that_fit(accelerator, scorer, rollout)
         if fits < 1:
-            raise RunError(
-                f"out of memory: nothing is left for the update beside weights, gradients and moments: {REMEDIES}"
-            )
+            problem = "nothing is left for the update beside weights, gradients and moments"
+            raise RunError(f"out of memory: {problem}: {REMEDIES}")
         self.tokens = min(self.most, fits)
         if accelerator.is_main_process:
-            print(
-                f"{self.tokens} tokens at once in the update{', with gradient checkpointing' if self.recomputes else ''}",
-                flush=True,
-            )
+            how = ", with gradient checkpointing" if self.recomputes else ""
+            print(f"{self.tokens} tokens at once in the update{how}", flush=True)
 
-    def _try(self, accelerator, scorer, rollout):
-        """Tokens that fit, the fewest of any process; 0 where one row does not. Activations grow with the tokens, copies of weights do not: two sizes tell."""
-        lengths, fits, trained = (
-            row_lengths(rollout),
-            None,
-            [p for p in self.policy.parameters() if p.requires_grad],
-        )
+    def lower(self, rollout, batches):
+        """Halve the tokens after these micro-batches did not fit; recompute where rows go alone already.
+
+        Returns False where neither is left to do.
+        """
+        most_rows = max(map(len, batches))
+        if most_rows > 1:
+            self.tokens = min(self.tokens, most_rows * max(row_lengths(rollout))) // 2
+        elif self.may_recompute and not self.recomputes:
+            self.recompute()
+        else:
+            return False
+        return True
+
+    def _tokens_that_fit(self, accelerator, scorer, rollout):
+        """The fewest of any process, by a trial whose gradients are dropped; 0 where not one row fits."""
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        sharded = isinstance(scorer, FSDPModule)
         wanted = (
-            ENOUGH_TOKENS if isinstance(scorer, FSDPModule) else self.most
-        )  # layers are compiled for what they will see
+            ENOUGH_TOKENS if sharded else self.most
+        )  # as in the run: layers are compiled for what they see
+        fits = None
         while fits is None:
-            many = micro_batches(rollout, wanted)[0]
-            few = many[: max(1, len(many) * 7 // 10)]
+            rows = micro_batches(rollout, wanted)[0]
             for p in trained:
-                p.grad = torch.zeros_like(p)  # they are there in the real update too
+                p.grad = torch.zeros_like(p)  # they take memory in the real update too
             try:
-                (fewer, low), (more, high) = (
-                    (len(rows) * lengths[rows[0]], self._peak(accelerator, scorer, rollout, rows))
-                    for rows in (few, many)
-                )
-                torch.cuda.empty_cache()
-                free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
-                each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
-                fits = max(0, int((free - (high - each * more)) / each))
+                fits = self._extrapolate(accelerator, scorer, rollout, rows, trained)
             except torch.OutOfMemoryError:
-                fits, wanted = 0 if len(many) == 1 or isinstance(scorer, FSDPModule) else None, wanted // 2
+                wanted //= 2
+                if len(rows) == 1 or sharded:
+                    fits = 0
             scorer.zero_grad(set_to_none=True)
             free_memory()
         return -max_over_processes(-fits)
 
+    def _extrapolate(self, accelerator, scorer, rollout, rows, trained):
+        """Tokens for which memory is free, from the peaks of these rows and of seven tenths of them.
+
+        Activations grow with the tokens, copies of weights do not: two sizes tell them apart.
+        """
+        fewer_rows = rows[: max(1, len(rows) * 7 // 10)]
+        low = self._peak(accelerator, scorer, rollout, fewer_rows)
+        high = self._peak(accelerator, scorer, rollout, rows)
+        torch.cuda.empty_cache()
+        free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
+        longest = row_lengths(rollout)[rows[0]]
+        fewer, more = len(fewer_rows) * longest, len(rows) * longest
+        each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
+        fixed = high - each * more
+        return max(0, int((free - fixed) / each))
+
     def _peak(self, accelerator, scorer, rollout, rows):
+        """Bytes that a forward and backward of these rows take at their peak."""
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        with contextlib.nullcontext() if isinstance(scorer, FSDPModule) else accelerator.no_sync(scorer):
+        with _no_exchange(accelerator, scorer):
             scorer(rollout, rows)[0].sum().backward()
         return torch.cuda.max_memory_allocated() - before
 
     def _moments(self, trained):
-        """Bytes of the optimiser's moments, which its first step will take."""
+        """Bytes of the optimiser's moments on this process, which its first step will take."""
         local = [p.to_local() if hasattr(p, "to_local") else p for p in trained]
         return sum(p.numel() for p in local) * self.moment_bytes
 
 
+def _no_exchange(accelerator, scorer):
+    """A backward in which DDP exchanges no gradients; FSDP exchanges them always."""
+    return contextlib.nullcontext() if isinstance(scorer, FSDPModule) else accelerator.no_sync(scorer)
+
+
 def peak_gib():
-    """GiB that tensors of this process took on the card at the most since this was last asked."""
+    """GiB that tensors of this process took on the card at their peak since this was last called."""
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     return peak
@@ -161,49 +187,62 @@ def peak_gib():
 
 def free_memory():
     if torch.cuda.is_available():
-        gc.collect()  # graphs that an error left in cycles
+        gc.collect()  # an error can leave graphs in reference cycles
         torch.cuda.empty_cache()
 
 
-def within_memory(accelerator, scorer, rollout, budget, one_batch):
-    """one_batch(rows, counts) for the micro-batches of one optimiser step; returns what it returned. `counts` is 1, or 0 where nothing may count.
+def checkpoint_bytes(policy, reference, moment_bytes):
+    """Bytes of a checkpoint: float32 weights, adapters merged in; moments of what is trained; reference."""
+    weights = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    kept = () if reference is None else reference.parameters()
+    return 4 * weights + moment_bytes * trained + sum(p.numel() * p.element_size() for p in kept)
 
-    DDP exchanges gradients in the last backward only. FSDP works together in every forward and backward, so a process with fewer micro-batches
-    goes through one of its own again, which counts for nothing.
-    Out of memory: what there is of gradients is dropped, and the step begun again with half the budget, to the same result (I3).
+
+def within_memory(accelerator, scorer, rollout, budget, one_batch):
+    """one_batch(rows, counts) for the micro-batches of one optimiser step; returns a list of its results.
+
+    `counts` is 1, or 0 for a micro-batch that is only there to keep step with other processes. Out of memory:
+    the gradients so far are dropped and the step begins again with half the budget, to the same result (I3).
     """
     if budget.tokens is None:
         budget.find(accelerator, scorer, rollout)
-    asked, sharded, alone = budget.tokens, isinstance(scorer, FSDPModule), accelerator.num_processes == 1
+    asked, alone = budget.tokens, accelerator.num_processes == 1
     who = "" if alone else f"process {accelerator.process_index}: "
     while True:
-        batches, results, last = micro_batches(rollout, budget.tokens), [], False
-        turns = max_over_processes(len(batches)) if sharded else len(batches)
+        batches, results = micro_batches(rollout, budget.tokens), []
         try:
-            for i in range(turns):
-                rows, counts = (batches[i], 1.0) if i < len(batches) else (batches[-1][-1:], 0.0)
-                last = i == turns - 1
-                with contextlib.nullcontext() if last or sharded else accelerator.no_sync(scorer):
-                    results.append(one_batch(rows, counts))
-            if budget.tokens < asked:
-                print(
-                    f"{who}out of memory in the update: from {asked} tokens at once to {budget.tokens}, the result is the same",
-                    flush=True,
-                )
-            return results[: len(batches)]
+            _run_micro_batches(accelerator, scorer, batches, one_batch, results)
+            break
         except torch.OutOfMemoryError as error:
-            if sharded or (last and not alone):  # the other processes wait for this one
-                raise RunError(
-                    f"{who}out of memory with {budget.tokens} tokens at once: set --micro_batch_tokens lower, or {REMEDIES}"
-                ) from error
-            longest, rows = max(row_lengths(rollout)), max(map(len, batches))
-            if rows == 1 and (budget.recomputes or not budget.may_recompute):
-                raise RunError(
-                    f"{who}out of memory on one sequence of {longest} tokens: {REMEDIES}"
-                ) from error
+            in_last = len(results) == len(batches) - 1
+            if isinstance(scorer, FSDPModule) or (
+                in_last and not alone
+            ):  # the other processes wait for this one
+                problem = f"{who}out of memory with {budget.tokens} tokens at once"
+                raise RunError(f"{problem}: set --micro_batch_tokens lower, or {REMEDIES}") from error
+            if not budget.lower(rollout, batches):
+                problem = f"{who}out of memory on one sequence of {max(row_lengths(rollout))} tokens"
+                raise RunError(f"{problem}: {REMEDIES}") from error
         scorer.zero_grad(set_to_none=True)
         free_memory()
-        if rows == 1:
-            budget.recompute()
-        else:
-            budget.tokens = min(budget.tokens, rows * longest) // 2
+    if budget.tokens < asked:
+        change = f"from {asked} tokens at once to {budget.tokens}, the result is the same"
+        print(f"{who}out of memory in the update: {change}", flush=True)
+    return results
+
+
+def _run_micro_batches(accelerator, scorer, batches, one_batch, results):
+    """Append each micro-batch's result to `results`.
+
+    DDP exchanges gradients in the last backward only. FSDP's processes work together in every forward and
+    backward, so one with fewer micro-batches than another repeats a row, which counts for nothing.
+    """
+    turns = max_over_processes(len(batches)) if isinstance(scorer, FSDPModule) else len(batches)
+    for turn in range(turns):
+        last = turn == turns - 1
+        with contextlib.nullcontext() if last else _no_exchange(accelerator, scorer):
+            if turn < len(batches):
+                results.append(one_batch(batches[turn], 1.0))
+            else:
+                one_batch(batches[-1][-1:], 0.0)

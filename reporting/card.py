@@ -9,7 +9,7 @@ from errors import RunError
 from problems.prompts import system_prompt
 from problems.sources import HUB
 from reporting.files import read_metrics
-from running.settings import resolved
+from running.settings import names_with, resolved
 
 UPLOADED = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.jinja", "README.md", "adapter/*",
             "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.py"]  # fmt: skip
@@ -23,10 +23,6 @@ NOT_UPLOADED = [
     "best/*",
     ".*",
 ]  # what of these lies in folders
-
-
-RECIPE = ("answer_format reward_set reward batch_size num_generations max_completion_length temperature learning_rate lr_scheduler_type optimizer "
-          "loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha num_epochs seed").split()  # fmt: skip
 
 
 def model_card(config, folder):
@@ -51,7 +47,7 @@ def model_card(config, folder):
     dataset = dataset if "/" not in dataset or not Path(dataset).exists() else Path(dataset).name
     recipe = "\n".join(
         f"| `{key}` | {settings[key]} |"
-        for key in RECIPE
+        for key in names_with(type(config), "in_card")
         if settings.get(key) is not None and (config.lora_r or not key.startswith("lora"))
     )
     text = f"""---
@@ -93,8 +89,13 @@ def _results(lines):
     evaluated = [line for line in lines if "eval_accuracy" in line]
     if not evaluated:
         return "No held-out problems were evaluated in the run.\n"
-    count, rows = evaluated[-1]["eval_questions"], [("before", before), ("after", evaluated[-1]["eval_accuracy"])]
-    what = f"Greedy accuracy on {count} problems held out from the training split, with 95% intervals (Wilson)"
+    count, rows = (
+        evaluated[-1]["eval_questions"],
+        [("before", before), ("after", evaluated[-1]["eval_accuracy"])],
+    )
+    what = (
+        f"Greedy accuracy on {count} problems held out from the training split, with 95% intervals (Wilson)"
+    )
     text = f"{what}:\n\n| | accuracy |\n|---|---|\n"
     for which, value in rows:
         if value is not None:

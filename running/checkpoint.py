@@ -18,22 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import RunError, SettingError
+from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, max_over_processes, whole
 from reporting.files import FINISHED, LOGS
 from running.folder import save_model
-from running.settings import resolved
+from running.settings import free_on_resume, names_with, resolved
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
 STATE, TENSORS = "training_state.json", "training_state.safetensors"
-
-# Settings that a resumed run may have otherwise without a word: they change no weight.
-FREE = {"output_dir", "overwrite_output_dir", "resume", "resume_anyway", "save_every", "keep_checkpoints", "stop_after", "max_minutes", "report_to", "project",
-        "run_name", "push_to_hub", "hub_model_id", "hub_private", "save_adapter", "num_processes", "versions", "commit", "log_groups", "eval_every",
-        "inspect_every", "reward_timeout", "warn_after", "check"}  # fmt: skip
-
-
-NEVER = {"model", "lora_r", "lora_target_modules", "optimizer"}  # what is saved would not fit
 
 
 class Checkpoints:
@@ -51,12 +44,7 @@ class Checkpoints:
 
     def _refuse_little_disk(self):
         """Before the first step: room for one checkpoint more than there are."""
-        policy, reference = self.learner.policy, self.learner.reference
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        every = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-        needed = 4 * every + self.config.moment_bytes * trained
-        if reference is not None:
-            needed += sum(p.numel() * p.element_size() for p in reference.parameters())
+        needed = checkpoint_bytes(self.learner.policy, self.learner.reference, self.config.moment_bytes)
         free = shutil.disk_usage(self.folder).free
         if max_over_processes(needed > free):
             sizes = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
@@ -203,7 +191,7 @@ class Checkpoints:
     def _refuse_other(self, path, state):
         """Refuse to go on from a checkpoint of other settings, data or number of processes."""
         now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
-        compared = {*now, *then} - FREE
+        compared = {*now, *then} - free_on_resume(type(self.config))
         differ = {
             name: (then.get(name), now.get(name)) for name in compared if then.get(name) != now.get(name)
         }
@@ -211,7 +199,8 @@ class Checkpoints:
             differ["data"] = state["data"][:12], self.data[:12]
         if state["world_size"] != self.run.accelerator.num_processes:
             differ["world_size"] = state["world_size"], self.run.accelerator.num_processes
-        hard = {name: pair for name, pair in differ.items() if name in NEVER}
+        never = names_with(type(self.config), "resume", "never")
+        hard = {name: pair for name, pair in differ.items() if name in never}
         if "beta" in differ and not then["beta"]:  # beta 0 kept no reference
             hard["beta"] = differ["beta"]
         if not differ or (self.config.resume_anyway and not hard):

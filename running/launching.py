@@ -1,6 +1,7 @@
-"""Processes: one a GPU, which `python grpo_train.py` on a box starts by itself through torch's own launcher.
+"""Processes: one a GPU, which `python grpo_train.py` starts by itself through torch's own launcher.
 
-Under torchrun, accelerate launch or a cluster's launcher (they set RANK) nothing is started here."""
+Under torchrun, accelerate launch or a cluster's launcher (they set RANK) nothing is started here.
+"""
 
 import ctypes
 import dataclasses
@@ -8,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import uuid
 import warnings
 
@@ -21,26 +21,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from errors import SettingError
 
-SIGNALS = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-    "SIGQUIT",
-    "SIGUSR1",
-)  # handed on to every process: torch's default leaves orphans on SIGUSR1
-
-
-SECONDS_TO_END = 3600  # for a process that was told to end and may be saving; torch kills those of a process that failed after 30
-
-
-PARENT = "GRPO_PARENT"  # the process that started this one
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torch hands on all but SIGUSR1 by default
+SECONDS_TO_END = 3600  # a process that was told to end may be saving; torch's default is 30
+PARENT = "GRPO_PARENT"  # names the process that started this one
 
 
 def starts_processes(config):
     """How many processes this one must start: None where it is one of them, or the only one."""
-    started = (
-        "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    )  # accelerate launch sets no rank for a single process
+    # accelerate launch sets no rank for a single process
+    started = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     wanted = config.num_processes or torch.cuda.device_count()
     if started or wanted <= 1:
         return None
@@ -49,24 +38,32 @@ def starts_processes(config):
     return wanted
 
 
-def heeded():
-    """The signals that are handed on: not those that nohup or a shell has switched off."""
+def signals_to_hand_on():
+    """Names of the signals that every process gets too: not those that nohup or a shell has switched off."""
     return [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
 
 
 def launch(processes):
-    """Run this command once for each process, and end with the status of the first that failed. A second Ctrl-C ends everything at once."""
-    settings = dict(min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                    max_restarts=0, monitor_interval=0.2, signals_to_handle=",".join(heeded()), shutdown_timeout=SECONDS_TO_END)  # fmt: skip
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    """Run this command once for each process, and end with the status of the first that failed."""
+    settings = dict(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        signals_to_handle=",".join(signals_to_hand_on()),
+        shutdown_timeout=SECONDS_TO_END,
+    )
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older ones lack some of them
+    config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
     logging.disable(logging.ERROR)  # the process that failed has said why
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ[PARENT] = str(os.getpid())
-    threading.Thread(target=_leave_on_a_second_ctrl_c, args=(_signals_as_bytes(),), daemon=True).start()
     try:
-        elastic_launch(
-            LaunchConfig(**{name: value for name, value in settings.items() if name in known}), sys.executable
-        )(*sys.argv)
+        elastic_launch(config, sys.executable)(*sys.argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -76,37 +73,20 @@ def launch(processes):
         sys.exit(128 + stopped.sigval)
 
 
-def _signals_as_bytes():
-    """A pipe that gets a byte for each signal, whatever the main thread waits for."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    return read
-
-
-def _leave_on_a_second_ctrl_c(pipe):
-    seen = 0
-    while seen < 2:
-        seen += os.read(pipe, 1)[0] == signal.SIGINT
-    os._exit(128 + signal.SIGINT)  # and the processes with it: see `end_with_parent`
-
-
 def end_with_parent():
-    """Linux kills this process when the one that started it is gone, however that went."""
+    """Let Linux kill this process when the one that started it is gone, however that went."""
     if os.environ.get(PARENT) == str(os.getppid()) and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def start_processes(config):
-    """One process, or one of many that torchrun or accelerate started; seeds this one alike everywhere."""
+    """Join the other processes, if there are any, and return the accelerator; all are seeded alike."""
     end_with_parent()
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-    warnings.filterwarnings(
-        "ignore", message="Detected call of `lr_scheduler.step", category=UserWarning
-    )  # a first step may be one that is not taken
-    no_broadcast = DistributedDataParallelKwargs(
-        broadcast_buffers=False
-    )  # processes differ in their number of forwards
+    # torch warns where the first step of the schedule comes before one of the optimiser, which may be refused
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+    # processes differ in their number of forwards, so DDP must not exchange buffers in each
+    no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
     torch.manual_seed(config.seed)
     if config.cpu_threads:
@@ -118,6 +98,5 @@ def start_processes(config):
 def check_shares(config, processes):
     """Every process needs a problem of each batch."""
     if config.batch_size < processes:
-        raise SettingError(
-            "batch_size", config.batch_size, f"must give each of the {processes} processes a problem"
-        )
+        remedy = f"must give each of the {processes} processes a problem"
+        raise SettingError("batch_size", config.batch_size, remedy)

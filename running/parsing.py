@@ -1,6 +1,10 @@
-"""`[--config FILE.yaml] [--FIELD VALUE ...]` into a dataclass of settings; one line for a user's mistake."""
+"""`[--config FILE.yaml] [--FIELD VALUE ...]` into a dataclass of settings; one line for a user's mistake.
+
+Loads no torch, so that argparse and not transformers' HfArgumentParser reads the flags.
+"""
 
 import argparse
+import dataclasses
 import errno
 import json
 import os
@@ -13,173 +17,214 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-import torch
-from transformers import HfArgumentParser
-from transformers.utils import logging as transformers_logging
-
-from errors import DataError, RewardError, RunError, SettingError
+from errors import DataError, RewardError, RunError, SettingError, one_line
 from reporting.files import read_yaml
 
 ALIASES = {"model_name_or_path": "model", "save_steps": "save_every", "dataset_name": "dataset"}
 
-
+BATCH = "batch_size counts the problems of a step over all processes, micro_batch_tokens bounds memory"
 REFUSED = {
     "num_iterations": "says two things (outer iterations here, mu in TRL): use outer_iterations or mu",
     "top_p": "belongs to evaluation only: a nucleus of the new policy can exclude a token that was sampled",
     "top_k": "belongs to evaluation only: the policy's top k can exclude a token that was sampled",
     "min_p": "truncates the sampling distribution, which the loss does not: leave it out",
-    "gradient_accumulation_steps": "follows from the rest: batch_size counts the problems of a whole step, micro_batch_tokens bounds memory",
-    "per_device_train_batch_size": "is not needed: batch_size counts the problems of a step over all processes, micro_batch_tokens bounds memory",
+    "gradient_accumulation_steps": f"follows from the rest: {BATCH}",
+    "per_device_train_batch_size": f"is not needed: {BATCH}",
     "load_best_model_at_end": "is keep_best here, which leaves the best model in output_dir/best",
 }
 
 
 def settings_from_file(config_class, path):
     """The settings of a YAML file, names checked against the class and values against its types."""
-    fields = get_type_hints(
-        config_class
-    )  # not dataclasses.fields(): HfArgumentParser rewrites the types there
-    settings = {}
+    hints, settings = get_type_hints(config_class), {}
     for key, value in read_yaml(path).items():
         name = ALIASES.get(key, key)
-        if name in REFUSED and name not in fields:
+        if name in REFUSED and name not in hints:
             raise SettingError(key, value, REFUSED[name])
-        if name not in fields:
-            raise SettingError(
-                key, value, f"no such setting in {path}; --help lists them{_meant(str(key), fields)}"
-            )
+        if name not in hints:
+            meant = _did_you_mean(str(key), hints)
+            raise SettingError(key, value, f"no such setting in {path}; --help lists them{meant}")
         if name in settings:
             raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
-        settings[name] = _typed(name, fields[name], value)
+        settings[name] = _from_yaml(name, hints[name], value)
     return settings
 
 
-def _meant(name, known):
+def _from_yaml(name, hint, value):
+    """A YAML value in the type of its field: an int serves as a float, a mapping as JSON text."""
+    kind, optional = _kind(hint)
+    if value is None and optional:
+        return None
+    if get_origin(kind) is list:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list):
+            return [_from_yaml(name, get_args(kind)[0], item) for item in items]
+    if isinstance(value, bool) and name == "gradient_checkpointing":  # YAML reads on and off as booleans
+        return str(value)
+    if isinstance(value, dict) and kind is str:
+        try:
+            return json.dumps(value)
+        except TypeError as error:  # YAML reads 2024-01-01 as a date
+            remedy = f"must hold what JSON can ({error}); put it into quotes"
+            raise SettingError(name, value, remedy) from error
+    if kind is float and type(value) is int:
+        return float(value)
+    plain = str if get_origin(kind) is Literal else get_origin(kind) or kind
+    if type(value) is not plain:
+        raise SettingError(name, value, f"must be {plain.__name__}")
+    return value
+
+
+def _kind(hint):
+    """A field's type without its None, and whether None is allowed."""
+    if not isinstance(hint, UnionType):
+        return hint, False
+    return next(part for part in get_args(hint) if part is not NoneType), True
+
+
+def _did_you_mean(name, known):
     """The name that a misspelt one is nearest to, for the end of a message; nothing where none is near."""
     near = get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _typed(name, hint, value):
-    """A YAML value in the type of its field; an int serves as a float, a mapping as JSON text."""
-    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    kinds = [get_origin(p) or p for p in parts if p is not NoneType]
-    kinds = [str if kind is Literal else kind for kind in kinds]
-    if isinstance(value, bool) and name == "gradient_checkpointing":  # YAML reads on and off so
-        return str(value)
-    if isinstance(value, dict) and str in kinds:
-        try:
-            return json.dumps(value)
-        except TypeError as error:  # YAML reads 2024-01-01 as a date
-            raise SettingError(
-                name, value, f"must hold what JSON can ({error}); put it into quotes"
-            ) from error
-    if value is None and NoneType in parts:
-        return None
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if list in kinds and isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and list in kinds:
-        item = next(get_args(p)[0] for p in parts if get_origin(p) is list)
-        return [_typed(name, item, v) for v in value]
-    if type(value) not in kinds:
-        raise SettingError(name, value, "must be " + " or ".join(k.__name__ for k in kinds))
-    return value
-
-
 def parse_config(config_class, argv=None, description=None):
-    """`[--config FILE.yaml] [--FIELD VALUE ...]` -> config_class. The command line wins over the file, the file over the defaults."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    fields = get_type_hints(config_class)
-    for i, word in enumerate(argv):
-        name = word.removeprefix("--").split("=")[0].replace("-", "_") if word.startswith("--") else ""
-        if name in REFUSED and name not in fields:
-            raise SettingError(name, word.partition("=")[2] or " ".join(argv[i + 1 : i + 2]), REFUSED[name])
-        if name in ALIASES:
-            argv[i] = "--" + ALIASES[name] + word[2 + len(name) :]
-    parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
+    """`[--config FILE.yaml] [--FIELD VALUE ...]` -> config_class.
+
+    The command line wins over the file, the file over the defaults.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    hints = get_type_hints(config_class)
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = _Parser(description=description, allow_abbrev=False, formatter_class=formatter)
+    parser.names = hints
+    for field in dataclasses.fields(config_class):
+        parser.add_setting(field, hints[field.name])
+    for name in REFUSED.keys() - hints:
+        parser.add_argument(*_flags(name), nargs="?", default="", action=_Refuse, help=argparse.SUPPRESS)
     parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
-    parser.error = lambda message: _usage_error(message, fields)
-    known = _config_only(argv)
-    if known is not None:
-        parser.set_defaults(**settings_from_file(config_class, known))
-    optional = {name for name, hint in fields.items() if NoneType in get_args(hint)}
-    emptied = [
-        i
-        for i in range(len(argv) - 1)
-        if argv[i].removeprefix("--") in optional and argv[i + 1].lower() in ("none", "null")
-    ]
-    rest = [word for i, word in enumerate(argv) if i not in emptied and i - 1 not in emptied]
-    values = vars(parser.parse_args(rest)) | {argv[i].removeprefix("--"): None for i in emptied}
-    values.pop("config")
-    return config_class(**values)
+    if path := parser.parse_args(argv).config:
+        parser.set_defaults(**settings_from_file(config_class, path))
+    values = vars(parser.parse_args(argv))
+    for name, value in values.items():
+        if isinstance(value, list) and None in value:
+            if len(value) > 1:
+                raise SettingError(name, value, "none stands alone")
+            values[name] = None
+    return config_class(**{name: values[name] for name in hints})
 
 
-def _config_only(argv):
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
-    first.error = _usage_error
-    return first.parse_known_args(argv)[0].config
+class _Parser(argparse.ArgumentParser):
+    """argparse whose flags are fields of a dataclass, and whose errors are SettingErrors."""
+
+    def add_setting(self, field, hint):
+        """`--field VALUE` under all its names, and `--no_field` where it is a bool that is on by default."""
+        name, text, options = field.name, field.metadata["help"], _flag_options(hint)
+        self.add_argument(*_flags(name), **options, default=field.default, help=text)
+        for alias in (alias for alias, real in ALIASES.items() if real == name):
+            self.add_argument(*_flags(alias), **options, dest=name, help=argparse.SUPPRESS)
+        if field.default is True:
+            off = dict(action="store_false", dest=name, default=False)
+            self.add_argument(*_flags(f"no_{name}"), **off, help=text)
+
+    def error(self, message):
+        flag = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        meant = _did_you_mean(flag[1], self.names) if flag else ""
+        raise SettingError("command line", message, "--help lists every flag" + meant)
 
 
-def _usage_error(message, fields=()):
-    flag = re.match(r"unrecognized arguments: --([\w-]+)", message)
-    raise SettingError(
-        "command line", message, "--help lists every flag" + (_meant(flag[1], fields) if flag else "")
-    )
+class _Refuse(argparse.Action):
+    """A flag of other trainers that is refused with a hint."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        raise SettingError(self.dest, values or "", REFUSED[self.dest])
+
+
+def _flags(name):
+    """The flag as it is written here, and with hyphens."""
+    return [f"--{name}", f"--{name.replace('_', '-')}"] if "_" in name else [f"--{name}"]
+
+
+def _flag_options(hint):
+    """What argparse is told of a field of this type."""
+    kind, optional = _kind(hint)
+    if kind is bool:
+        return dict(type=_to_bool, nargs="?", const=True)
+    if get_origin(kind) is Literal:
+        return dict(choices=get_args(kind))
+    if get_origin(kind) is list:
+        return dict(type=_or_none(get_args(kind)[0]) if optional else get_args(kind)[0], nargs="+")
+    return dict(type=_or_none(kind) if optional else kind)
+
+
+def _or_none(kind):
+    """`kind` for argparse, where the word none stands for None."""
+
+    def convert(text):
+        return None if text.lower() in ("none", "null") else kind(text)
+
+    convert.__name__ = kind.__name__  # which argparse shows for a value that is not of that kind
+    return convert
+
+
+def _to_bool(text):
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+UNWRITABLE = {
+    errno.EPIPE: "the program that read the output is gone",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), "the disk"),
+}
 
 
 def run_main(main):
-    """Call main() for a script: 0, or one line on standard error and 2 (a bad setting or bad data) or 1 (a failed run)."""
-    transformers_logging.disable_progress_bar()
+    """Call main() for a script: 0, or one line on standard error and the status of the error."""
+    if transformers := sys.modules.get("transformers"):
+        transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # threads of it that outlive the interpreter can abort the process
-    except (SettingError, DataError) as error:
-        sys.exit(_last_words(error, 2))
-    except (RunError, RewardError) as error:
-        sys.exit(_last_words(error, 1))
+        torch = sys.modules.get("torch")
+        if torch and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # its threads can abort a process that exits with them
+    except (SettingError, DataError, RunError, RewardError) as error:
+        _exit(error, error.status)
     except OSError as error:
-        who = {errno.EPIPE: "the program that read the output is gone"} | dict.fromkeys(
-            (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), "the disk"
-        )
-        if error.errno not in who:
+        if error.errno not in UNWRITABLE:
             raise
         if error.errno == errno.EPIPE:
-            sys.stdout = open(os.devnull, "w")  # what is left to be written there would fail again at the end
-        sys.exit(
-            _last_words(
-                f"{error.filename or who[error.errno]}: {error.strerror}; go on with --resume true when it can be written to again",
-                1,
-            )
-        )
+            sys.stdout = open(os.devnull, "w")  # a buffered rest would raise once more when Python exits
+        what = error.filename or UNWRITABLE[error.errno]
+        _exit(f"{what}: {error.strerror}; go on with --resume true when it can be written to again", 1)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(
-            error
-        ):  # on a card, on the CPU; the update says what it can do itself
-            remedy = "try a lower batch_size, num_generations or max_completion_length, or a smaller model"
-            sys.exit(_last_words(f"out of memory ({' '.join(str(error).split())[:200]}): {remedy}", 1))
-        if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
-            raise
-        print(
-            f"process {os.environ.get('RANK', 0)}: lost its connection to the others; the process that ended says why",
-            file=sys.stderr,
-            flush=True,
-        )
-        time.sleep(5)  # so that the launcher sees the other's status first
-        sys.exit(1)
+        _explain_torch_error(error)
+        raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _last_words(error, status):
+def _explain_torch_error(error):
+    """Exit with one line where torch ran out of memory or lost another process, else return."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        remedy = "try a lower batch_size, num_generations or max_completion_length, or a smaller model"
+        _exit(f"out of memory ({one_line(error)}): {remedy}", 1)
+    if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
+        lost = "lost its connection to the others; the process that ended says why"
+        print(f"process {os.environ.get('RANK', 0)}: {lost}", file=sys.stderr, flush=True)
+        time.sleep(5)  # so that the launcher sees the status of the process that failed first
+        sys.exit(1)
+
+
+def _exit(error, status):
+    """One line on standard error: the script, the process where it is not the first, and the error."""
     rank = os.environ.get("RANK", "0")
-    print(
-        f"{Path(sys.argv[0]).name}: {'' if rank == '0' else f'process {rank}: '}{error}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return status
+    process = "" if rank == "0" else f"process {rank}: "
+    print(f"{Path(sys.argv[0]).name}: {process}{error}", file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -1,5 +1,9 @@
-"""`python grpo_train.py --check`: what a run would do, measured and printed before anything is paid for; nothing is trained and nothing is kept."""
+"""`python grpo_train.py --check`: what a run would do, measured and printed before anything is paid for.
 
+Nothing is trained and nothing is kept.
+"""
+
+import dataclasses
 import math
 import os
 import shutil
@@ -15,239 +19,236 @@ from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
 from decoding.rollout import pad_left, rollout_uniforms
 from errors import SettingError
+from learning.memory import checkpoint_bytes
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
 from problems.prompts import prepare_problems, system_prompt
 from rewards import compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do
-from running.settings import resolved
 
-PROMPTS = 32
+PROMPTS = 32  # on which the pass rate is measured
+GOLD_ANSWERS = 500  # that are paid
 
 
 def report(config, functions):
     """Print the check; raises SettingError where training cannot work."""
-    print(
-        yaml.safe_dump(
-            {k: v for k, v in resolved(config).items() if k not in ("versions", "commit")}, sort_keys=False
-        )
-    )
-    pending = (
-        config.warm_start != "none"
-        and not (Path(config.output_dir) / "warm_start" / "warm_start.json").exists()
-    )
-    start = (
-        config.model
-        if config.warm_start == "none" or pending
-        else str(Path(config.output_dir) / "warm_start")
-    )
+    print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    start, warm_start_is_pending = _start(config)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refuse_used(config)
     model = load_model(start, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
+    model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
     check_positions(model, problems + held_out, config)
-    chosen = ANSWER_FORMATS[config.answer_format]
-    decoder = GroupDecoder(model, tokenizer, chosen.think_end, compiled=False)
-    eos = tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
-    width = vocab_logits(
-        model, torch.zeros(1, model.config.get_text_config().hidden_size, dtype=model.dtype, device=device)
-    ).shape[-1]
-    _print("sampling", f"temperature {config.temperature}, the whole distribution over the tokenizer's {decoder.tables.num_real} ids; "
-                       f"{width - decoder.tables.num_real} ids of the head are beyond it and never sampled; generation_config is not used")  # fmt: skip
-    _print("a completion ends on", f"{eos} or after {config.max_completion_length} tokens")
-    _template(problems[0], tokenizer, config, chosen)
-    lengths = [len(p.ids) for p in problems]
-    spread = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):.0f}"
-    _print("prompts", f"{len(problems)} to train on, {len(held_out)} held out, {skipped} skipped; {spread}")
-    total, rows = (
-        steps_to_do(config, len(problems)) * config.outer_iterations,
-        config.batch_size * config.num_generations,
-    )
-    tokens = rows * (statistics.fmean(lengths) + config.max_completion_length)
-    _print(
-        "a step",
-        f"{config.batch_size} problems x {config.num_generations} = {rows} completions, at most {tokens:,.0f} tokens, {config.mu} optimiser step(s)",
-    )
-    _print(
-        "the run",
-        f"{total} steps = {total * rows:,} completions, {total * config.batch_size / len(problems):.2f} passes over the problems",
-    )
-    _memory(model, config, device)
-    _disk(model, config)
-    _gold(problems, functions, config, chosen)
-    if pending:
+    answer_format = ANSWER_FORMATS[config.answer_format]
+    decoder = GroupDecoder(model, tokenizer, answer_format.think_end, compiled=False)
+    _print_sampling(model, decoder, config)
+    _print_prompt(problems[0].prompt, config, answer_format)
+    _print_work(problems, held_out, skipped, config)
+    _print_memory(model, config)
+    _print_checkpoints(model, config)
+    _print_gold(problems[:GOLD_ANSWERS], functions, config, answer_format)
+    if warm_start_is_pending:
         _print("pass rate", "a warm start comes first: check again after it, on output_dir/warm_start")
     else:
-        _pass_rate(decoder, problems, config)
+        _print_pass_rate(decoder, problems[:PROMPTS], config)
+
+
+def _start(config):
+    """The model that training starts from, or the one that a warm start which is still to come does."""
+    warm_start = Path(config.output_dir) / "warm_start"
+    if config.warm_start == "none":
+        return config.model, False
+    if (warm_start / "warm_start.json").exists():
+        return str(warm_start), False
+    return config.model, True
 
 
 def _print(name, text):
     print(f"{name}: {text}", flush=True)
 
 
-def _template(problem, tokenizer, config, chosen):
-    words = system_prompt(config).strip().splitlines()[0]
-    agrees = (
-        "the system prompt is in it"
-        if words in problem.prompt
-        else "the chat template leaves the system prompt out: the model must know the format already"
+def _print_sampling(model, decoder, config):
+    hidden = torch.zeros(
+        1, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device
     )
-    opened = (
-        " it ends inside a <think> block, which the answer format does not expect;"
-        if problem.prompt.rstrip().endswith("<think>") and config.answer_format != "r1"
-        else ""
-    )
+    real = decoder.tables.num_real
+    unused = vocab_logits(model, hidden).shape[-1] - real
     _print(
-        "prompt",
-        f"{agrees};{opened} thinking ends at {chosen.think_end!r}; the first prompt:\n{problem.prompt}",
+        "sampling",
+        f"temperature {config.temperature}, the whole distribution over the tokenizer's {real} ids; {unused} "
+        "ids of the head are beyond it and never sampled; generation_config is not used",
     )
+    eos = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
+    _print("a completion ends on", f"{eos} or after {config.max_completion_length} tokens")
 
 
-def _memory(model, config, device):
+def _print_prompt(prompt, config, answer_format):
+    agrees = "the system prompt is in it"
+    if system_prompt(config).strip().splitlines()[0] not in prompt:
+        agrees = "the chat template leaves the system prompt out: the model must know the format already"
+    opened = ""
+    if prompt.rstrip().endswith("<think>") and config.answer_format != "r1":
+        opened = " it ends inside a <think> block, which the answer format does not expect;"
+    ends = f"thinking ends at {answer_format.think_end!r}"
+    _print("prompt", f"{agrees};{opened} {ends}; the first prompt:\n{prompt}")
+
+
+def _print_work(problems, held_out, skipped, config):
+    """Prompts, what a step samples, and what the run does."""
+    lengths = [len(p.ids) for p in problems]
+    spread = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):.0f}"
+    _print("prompts", f"{len(problems)} to train on, {len(held_out)} held out, {skipped} skipped; {spread}")
+    B, G = config.batch_size, config.num_generations
+    tokens = B * G * (statistics.fmean(lengths) + config.max_completion_length)
+    sampled = f"{B} problems x {G} = {B * G} completions, at most {tokens:,.0f} tokens"
+    _print("a step", f"{sampled}, {config.mu} optimiser step(s)")
+    total = steps_to_do(config, len(problems)) * config.outer_iterations
+    passes = total * B / len(problems)
+    _print("the run", f"{total} steps = {total * B * G:,} completions, {passes:.2f} passes over the problems")
+
+
+def _print_memory(model, config):
     count = sum(p.numel() for p in model.parameters())
-    trained = count if not config.lora_r else 0
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    copy = count * model.dtype.itemsize
     parts = {
-        "policy": count * (model.dtype.itemsize if config.lora_r else 4), "gradients": 4 * trained, "moments": config.moment_bytes * trained,
-        "sampler": count * model.dtype.itemsize,
-        "reference": count * model.dtype.itemsize if config.beta > 0 else 0,
-    }  # fmt: skip
-    free = (torch.cuda.mem_get_info()[0] if device.type == "cuda" else _available()) + parts[
-        "sampler"
-    ]  # which is loaded already
+        "policy": copy if config.lora_r else 4 * count,
+        "gradients": 4 * trained,
+        "moments": config.moment_bytes * trained,
+        "sampler": copy,
+        "reference": copy if config.beta > 0 else 0,
+    }
+    free = copy + (torch.cuda.mem_get_info()[0] if model.device.type == "cuda" else _free_memory())
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-    _print(
-        "memory, GiB",
-        f"{shown} = {needed / 2**30:.2f} before activations, which take what is left; {free / 2**30:.2f} are free",
-    )
+    needs = f"{shown} = {needed / 2**30:.2f} before activations, which take what is left"
+    _print("memory, GiB", f"{needs}; {free / 2**30:.2f} are free")  # the sampler is loaded already
     if needed > free and not config.fsdp:
-        raise SettingError(
-            "model",
-            config.model,
-            f"needs {needed / 2**30:.1f} GiB before activations, {free / 2**30:.1f} are free: try --lora_r 32, or --fsdp true on several GPUs",
-        )
+        needs = f"needs {needed / 2**30:.1f} GiB before activations, {free / 2**30:.1f} are free"
+        raise SettingError("model", config.model, f"{needs}: try --lora_r 32, or --fsdp true on several GPUs")
 
 
-def _available():
+def _free_memory():
     """Memory of the machine that programs can have, in bytes."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
-def _disk(model, config):
-    count = sum(p.numel() for p in model.parameters())
-    bytes_each = count * (
-        4 + (0 if config.lora_r else config.moment_bytes) + (model.dtype.itemsize if config.beta > 0 else 0)
-    )
+def _print_checkpoints(model, config):
+    """The size of a checkpoint, how long writing one takes, and whether those to be kept fit on the disk."""
+    size = checkpoint_bytes(model, model if config.beta > 0 else None, config.moment_bytes)
     folder = Path(config.output_dir).resolve()
     while not folder.exists():
         folder = folder.parent
-    trial, data = folder / ".trial.part", os.urandom(min(bytes_each, 2**26))
+    try:
+        rate = _bytes_a_second(folder, min(size, 2**26))
+    except OSError as error:
+        raise SettingError(
+            "output_dir", config.output_dir, f"cannot be written to ({error.strerror})"
+        ) from error
+    free, copies = shutil.disk_usage(folder).free, (config.keep_checkpoints or 1) + 1
+    seconds = size / rate
+    written = f"{size / 1e9:.2f} GB, {seconds:.0f} s at {rate / 1e6:.0f} MB/s"
+    grace = f"a job needs about {2 * seconds + 30:.0f} s of grace"
+    kept = f"{copies} of them take {copies * size / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+    _print("a checkpoint", f"{written}: {grace}; {kept}")
+    if config.save_every and copies * size > free:
+        remedy = f"{copies * size / 1e9:.1f} GB of checkpoints do not fit into {free / 1e9:.1f} GB"
+        raise SettingError("keep_checkpoints", config.keep_checkpoints, remedy)
+
+
+def _bytes_a_second(folder, size):
+    """How fast the disk of a folder writes, by a file of `size` bytes that is deleted again."""
+    trial, data = folder / ".trial.part", os.urandom(size)
     try:
         started = time.perf_counter()
         with open(trial, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        rate = len(data) / (time.perf_counter() - started)
-    except OSError as error:
-        raise SettingError(
-            "output_dir", config.output_dir, f"cannot be written to ({error.strerror})"
-        ) from error
+        return size / (time.perf_counter() - started)
     finally:
         trial.unlink(missing_ok=True)
-    free, copies = shutil.disk_usage(folder).free, (config.keep_checkpoints or 1) + 1
-    seconds = bytes_each / rate
-    _print("a checkpoint", f"{bytes_each / 1e9:.2f} GB, {seconds:.0f} s at {rate / 1e6:.0f} MB/s: a job needs about {2 * seconds + 30:.0f} s of grace; "
-                           f"{copies} of them take {copies * bytes_each / 1e9:.1f} GB, {free / 1e9:.1f} are free")  # fmt: skip
-    if config.save_every and copies * bytes_each > free:
-        raise SettingError(
-            "keep_checkpoints",
-            config.keep_checkpoints,
-            f"{copies * bytes_each / 1e9:.1f} GB of checkpoints do not fit into {free / 1e9:.1f} GB",
-        )
 
 
-def _gold(problems, functions, config, chosen):
-    """What the reference answers, written in the format, earn: all must earn the same, and more than near misses do."""
-    some = problems[:500]
-    texts = [chosen.write("So it is.", p.problem.answer) for p in some]
-    totals = _paid(functions, some, texts, config)
-    best = max(t for t in totals if not math.isnan(t))  # NaN: all rewards abstain
-    missed = [
-        (p.problem.id, p.problem.answer, t) for p, t in zip(some, totals, strict=True) if not t >= best - 1e-9
-    ]
-    right = right_answers(texts, [p.problem.answer for p in some], config.answer_format, config.grading)
-    _print(
-        "gold answers",
-        f"{len(some) - len(missed)} of {len(some)} earn {best:.3g}, {sum(right)} count as right",
-    )
-    for problem, answer, paid in missed[:10]:
-        print(f"    {problem}: {answer!r} earns {paid:.3g}")
-    p = next(p for p, t in zip(some, totals, strict=True) if not math.isnan(t))
-    gold = p.problem.answer
-    answers = {
-        "the gold answer": gold,
-        "another answer": gold + "7",
-        "with a word": f"{gold} apples",
-        "with a stop": f"{gold}.",
-        "two answers": f"{gold} or 7",
-    }
-    near = {name: chosen.write("So it is.", answer) for name, answer in answers.items()} | {
+def _print_gold(problems, functions, config, answer_format):
+    """What reference answers, written in the format, earn: all the same, and more than near misses do."""
+    write = lambda answer: answer_format.write("So it is.", answer)  # noqa: E731
+    golds = [p.problem.answer for p in problems]
+    texts = [write(gold) for gold in golds]
+    totals = _rewards(functions, problems, texts, config)
+    best = max(total for total in totals if not math.isnan(total))  # NaN: every reward abstained
+    paid = list(zip(problems, totals, strict=True))
+    missed = [(p.problem, total) for p, total in paid if not total >= best - 1e-9]
+    right = right_answers(texts, golds, config.answer_format, config.grading)
+    earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
+    _print("gold answers", f"{earn}, {sum(right)} count as right")
+    for problem, total in missed[:10]:
+        print(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
+    scored = next(p for p, total in paid if not math.isnan(total))
+    gold = scored.problem.answer
+    near = {
+        "the gold answer": write(gold),
+        "another answer": write(gold + "7"),
+        "with a word": write(f"{gold} apples"),
+        "with a stop": write(f"{gold}."),
+        "two answers": write(f"{gold} or 7"),
         "without its format": gold,
         "nothing": "",
     }
-    paid = _paid(functions, [p] * len(near), list(near.values()), config)
-    _print(
-        "near misses of " + repr(gold),
-        ", ".join(f"{name} {value:.3g}" for name, value in zip(near, paid, strict=True)),
+    near = dict(
+        zip(near, _rewards(functions, [scored] * len(near), list(near.values()), config), strict=True)
     )
-    if not any(right) or best <= paid[-1]:
-        raise SettingError(
-            "answer_format",
-            config.answer_format,
-            "no reference answer of this data is right in this format: see --grading and the columns of the data",
-        )
+    _print(f"near misses of {gold!r}", ", ".join(f"{name} {total:.3g}" for name, total in near.items()))
+    if not any(right) or best <= near["nothing"]:
+        wrong = "no reference answer of this data is right in this format"
+        remedy = f"{wrong}: see --grading and the columns of the data"
+        raise SettingError("answer_format", config.answer_format, remedy)
 
 
-def _paid(functions, problems, texts, config):
-    columns = reward_columns(
-        [p.problem for p in problems], texts, [[0] * 8 for _ in texts], config.answer_format
-    )
+def _rewards(functions, problems, texts, config):
+    ids = [[0] * 8 for _ in texts]  # no completion was sampled
+    columns = reward_columns([p.problem for p in problems], texts, ids, config.answer_format)
     totals, _ = compute_rewards(functions, columns, timeout=config.reward_timeout)
     return totals
 
 
-def _pass_rate(decoder, problems, config):
+def _print_pass_rate(decoder, problems, config):
     """Pass rate of the model as it stands, and what share of groups will carry no signal."""
-    asked, G = problems[:PROMPTS], config.num_generations
-    ids, mask = pad_left([p.ids for p in asked], decoder.tables.pad_id)
+    G, T = config.num_generations, config.max_completion_length
+    ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
     started = time.perf_counter()
-    out = decoder.rollout(
-        ids,
-        mask,
-        G,
-        config.max_completion_length,
-        rollout_uniforms(config.seed, 0, 0, len(asked) * G, config.max_completion_length),
-        config.temperature,
-    )
+    uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T)
+    rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
     seconds = time.perf_counter() - started
-    texts = [decoder.text(*pair) for pair in out.completions()]
-    right = right_answers(
-        texts, [p.problem.answer for p in asked for _ in range(G)], config.answer_format, config.grading
-    )
+    texts = [decoder.text(ids, ended) for ids, ended in rollout.completions()]
+    answers = [p.problem.answer for p in problems for _ in range(G)]
+    right = right_answers(texts, answers, config.answer_format, config.grading)
     rates = [statistics.fmean(right[i : i + G]) for i in range(0, len(right), G)]
-    mean, silent = statistics.fmean(rates), statistics.fmean(rate in (0, 1) for rate in rates)
-    _print("pass rate", f"{mean:.3f} on {len(asked)} problems x {G} (single paths, {seconds:.1f} s); {statistics.fmean(~out.ended.cpu().numpy()):.2f} cut off; "
-                        f"{silent:.2f} of the groups carry no signal from right and wrong alone")  # fmt: skip
+    mean = statistics.fmean(rates)
+    silent = statistics.fmean(rate in (0, 1) for rate in rates)
+    cut_off = statistics.fmean(~rollout.ended.cpu().numpy())
+    asked = f"{len(problems)} problems x {G} (single paths, {seconds:.1f} s)"
+    silence = f"{silent:.2f} of the groups carry no signal from right and wrong alone"
+    _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off; {silence}")
+    if advice := _advice(mean, silent):
+        print(f"    {advice}")
+
+
+def _advice(mean, silent):
+    """What to change for this pass rate and share of groups without a signal; nothing where both are good."""
     if mean == 0:
-        print(
-            "    nothing is right: GRPO has nothing to start from but the format. Begin with --warm_start, an easier data set, or a stronger model"
+        return (
+            "nothing is right: GRPO has nothing to start from but the format. "
+            "Begin with --warm_start, an easier data set, or a stronger model"
         )
-    elif silent > 0.5 and mean > 0.8:
-        print("    most problems are solved already: harder ones, or a higher temperature, would teach more")
-    elif silent > 0.5:
-        print(
-            "    most groups are all wrong: a warm start, easier problems, more num_generations, or --dynamic_sampling 2 would help"
-        )
+    if silent <= 0.5:
+        return ""
+    if mean > 0.8:
+        return "most problems are solved already: harder ones, or a higher temperature, would teach more"
+    return (
+        "most groups are all wrong: a warm start, easier problems, more num_generations, "
+        "or --dynamic_sampling 2 would help"
+    )

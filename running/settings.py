@@ -1,4 +1,4 @@
-"""The settings that both training scripts share, each with its help text."""
+"""The settings that both training scripts share; each says on its field what else is done with it."""
 
 import dataclasses
 import math
@@ -16,12 +16,28 @@ from errors import SettingError
 from problems.prompts import system_prompt, template_kwargs
 from rewards import GRADINGS
 
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml", "aim": "aim", "clearml": "clearml",
-            "dvclive": "dvclive", "swanlab": "swanlab", "trackio": "trackio"}  # fmt: skip
+TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
+PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes math-verify triton".split()
 
 
-def setting(default, text):
-    return field(default=default, metadata={"help": text})
+def setting(default, text, **roles):
+    """A field of a Config with its help text, and what else becomes of it:
+
+    resume="free": a resumed run may have it otherwise, since it changes no weight; resume="never": what is
+    saved would not fit; neither: only with resume_anyway. inherited=True: a warm start takes it from its GRPO
+    run. in_card=True: the model card shows it.
+    """
+    return field(default=default, metadata={"help": text, **roles})
+
+
+def names_with(config_class, role, value=True):
+    """Names of the settings whose field has this role, in their order."""
+    return [f.name for f in dataclasses.fields(config_class) if f.metadata.get(role) == value]
+
+
+def free_on_resume(config_class):
+    """Names in run_config.yaml that a resumed run may have otherwise: they change no result."""
+    return {*names_with(config_class, "resume", "free"), "versions", "commit"}
 
 
 @dataclass(frozen=True)
@@ -31,212 +47,220 @@ class TrainConfig:
     model: str = setting(
         "Qwen/Qwen2.5-1.5B-Instruct",
         "directory or hub id of the model to start from; `tiny` builds the embedded 200,000-parameter one",
+        resume="never",
+        inherited=True,
     )
     dataset: str = setting(
         "gsm8k",
-        "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder with <split>.jsonl, or a hub id",
+        "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder of <split>.jsonl, a hub id",
+        inherited=True,
     )
     split: str = setting(
-        "train", "split to train on; held-out problems are cut from it, the test split is never looked at"
+        "train", "split to train on, less the held-out problems; the test split is never read", inherited=True
     )
-    question_column: str | None = setting(None, "column of the question, where its name is not a usual one")
-    answer_column: str | None = setting(None, "column of the answer")
-    solution_column: str | None = setting(None, "column of the worked solution")
-    limit: int | None = setting(None, "train on the first N problems only")
-    answer_format: str = setting("xml", "how answers are written: " + ", ".join(ANSWER_FORMATS))
+    question_column: str | None = setting(
+        None, "column of the question, where its name is not a usual one", inherited=True
+    )
+    answer_column: str | None = setting(None, "column of the answer", inherited=True)
+    solution_column: str | None = setting(None, "column of the worked solution", inherited=True)
+    limit: int | None = setting(None, "train on the first N problems only", inherited=True)
+    answer_format: str = setting(
+        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), inherited=True, in_card=True
+    )
     grading: str = setting(
         "number",
-        "what is right: number, the same characters or number; math, the same mathematical object (math-verify)",
+        "what is right: number, the same characters or number; math, the same object (math-verify)",
+        inherited=True,
     )
     system_prompt_file: str | None = setting(
-        None, "a text file to use instead of the format's own system prompt"
+        None, "a text file to use instead of the format's own system prompt", inherited=True
     )
     chat_template_kwargs: str = setting(
-        "{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}'
+        "{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}', inherited=True
     )
-    output_dir: str = setting("grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go")
+    output_dir: str = setting(
+        "grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
+    )
     overwrite_output_dir: bool = setting(
-        False, "write into an output_dir that holds a run already; its checkpoints and logs go"
+        False, "write into an output_dir that holds a run already; its checkpoints and logs go", resume="free"
     )
     resume: bool = setting(
-        False, "go on from the newest whole checkpoint in output_dir; where there is none, from the start"
+        False,
+        "go on from the newest whole checkpoint in output_dir, or from the start without one",
+        resume="free",
     )
     resume_anyway: bool = setting(
         False,
-        "with resume: although settings, data or the number of processes are not those of the checkpoint",
+        "with resume: also where settings, data or number of processes differ from the checkpoint",
+        resume="free",
     )
     stop_after: float | None = setting(
-        None, "minutes after which to save and stop as on SIGTERM, for jobs with a time limit"
+        None, "minutes after which to save and stop as on SIGTERM, for jobs with a time limit", resume="free"
     )
-    batch_size: int = setting(7, "problems a step, over all processes")
+    batch_size: int = setting(7, "problems a step, over all processes", in_card=True)
     num_steps: int = setting(500, "steps (of each outer iteration)")
-    num_epochs: float | None = setting(None, "passes over the problems, instead of num_steps")
+    num_epochs: float | None = setting(None, "passes over the problems, instead of num_steps", in_card=True)
     max_minutes: float | None = setting(
-        None, "stop after the step that passes this much training time, then save as usual"
+        None, "stop after the step that passes this much training time, then save as usual", resume="free"
     )
-    max_prompt_length: int = setting(512, "longer prompts (in tokens) are skipped and counted, never cut")
-    max_completion_length: int = setting(400, "tokens a completion may have")
+    max_prompt_length: int = setting(
+        512, "longer prompts (in tokens) are skipped and counted, never cut", inherited=True
+    )
+    max_completion_length: int = setting(400, "tokens a completion may have", inherited=True, in_card=True)
     micro_batch_tokens: int | None = setting(
         None,
-        "tokens (padding in) at once in the update: changes memory, not gradients (default: what memory holds)",
+        "tokens at once in the update, padding in: memory, not gradients (default: what fits)",
+        inherited=True,
     )
-    learning_rate: float = setting(5e-6, "peak learning rate of AdamW")
+    learning_rate: float = setting(5e-6, "peak learning rate of AdamW", in_card=True)
     weight_decay: float = setting(0.0, "AdamW's decay, on matrices only")
     adam_beta1: float = setting(0.9, "AdamW's first beta")
     adam_beta2: float = setting(0.999, "AdamW's second beta")
     optimizer: str = setting(
-        "adamw", "adamw: float32 moments, 8 bytes a weight; adamw_8bit: 2 bytes a weight (needs bitsandbytes)"
+        "adamw",
+        "adamw: float32 moments, 8 bytes a weight; adamw_8bit: 2 (needs bitsandbytes)",
+        resume="never",
+        inherited=True,
+        in_card=True,
     )
     max_grad_norm: float = setting(0.1, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "learning rate after the warm-up"
+        "constant", "learning rate after the warm-up", in_card=True
     )
     warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
     torch_compile: bool = setting(
         True,
-        "on CUDA: compile the decoder's step and the layers of the update (a minute once a process, then faster)",
+        "on CUDA: compile the decoder's step and the update's layers (a minute once, then faster)",
+        inherited=True,
     )
     gradient_checkpointing: str = setting(
         "auto",
-        "on: recompute activations in the backward (less memory, a third more time); auto: where memory is short",
+        "on: recompute activations (less memory, a third more time); auto: where memory is short",
+        inherited=True,
     )
     bf16: bool = setting(
-        True, "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32"
+        True,
+        "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU uses float32",
+        inherited=True,
     )
     eval_every: int = setting(
         50,
-        "evaluate greedily on held-out problems every N steps, and before the first and after the last; 0: never",
+        "evaluate greedily on held-out problems every N steps, at the start and the end; 0: never",
+        resume="free",
     )
-    eval_problems: int = setting(100, "held-out problems, cut from the training split by hash; 0: none")
+    eval_problems: int = setting(
+        100, "held-out problems, cut from the training split by hash; 0: none", inherited=True
+    )
     keep_best: bool = setting(False, "keep the model with the best held-out accuracy in output_dir/best")
     patience: int = setting(
         0, "stop after N evaluations in a row without a better held-out accuracy; 0: never"
     )
     save_every: int = setting(
         0,
-        "a checkpoint to go on from every N steps and at the end of an outer iteration; 0: only where the run is stopped",
+        "a checkpoint every N steps and after each outer iteration; 0: only where a run is stopped",
+        resume="free",
     )
-    keep_checkpoints: int = setting(2, "the newest N are kept; 0: all")
+    keep_checkpoints: int = setting(2, "the newest N are kept; 0: all", resume="free")
     max_bad_steps: int = setting(3, "stop after N steps in a row whose loss or gradient is not finite")
     cpu_threads: int | None = setting(
-        None, "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model"
+        None,
+        "threads torch may use on the CPU (default: its choice); 1 is best for a tiny model",
+        inherited=True,
     )
     fsdp: bool = setting(
         False,
-        "shard float32 weights, gradients and moments over the processes (FSDP2); the rollout copy stays whole on each",
+        "shard float32 weights, gradients and moments over the processes (FSDP2), not the rollout copy",
+        inherited=True,
     )
     num_processes: int | None = setting(
-        None, "processes to start on this machine (default: one a visible GPU, one on the CPU)"
+        None,
+        "processes to start here (default: one a visible GPU, one on the CPU)",
+        resume="free",
+        inherited=True,
     )
-    seed: int = setting(42, "seeds problem order, draws and new models")
+    seed: int = setting(42, "seeds problem order, draws and new models", inherited=True, in_card=True)
     report_to: list[str] | None = setting(
-        None, "trackers that get every number of metrics.jsonl: tensorboard, wandb, ... (default: none)"
+        None, "trackers that get all of metrics.jsonl: tensorboard, wandb, ... (default: none)", resume="free"
     )
-    project: str = setting("grpo-m3po", "project of the run in a tracker")
-    run_name: str | None = setting(None, "its name there (default: the name of output_dir)")
-    push_to_hub: bool = setting(False, "upload the finished model with its card")
-    hub_model_id: str | None = setting(None, "repository to push to: user/name")
-    hub_private: bool = setting(True, "make that repository private, where it is new")
-    trust_remote_code: bool = setting(False, "run code that comes with a model")
-    lora_r: int = setting(0, "rank of LoRA adapters (needs peft); 0: full fine-tuning")
-    lora_alpha: int = setting(64, "LoRA: adapters count alpha / r")
+    project: str = setting("grpo-m3po", "project of the run in a tracker", resume="free")
+    run_name: str | None = setting(None, "its name there (default: the name of output_dir)", resume="free")
+    push_to_hub: bool = setting(False, "upload the finished model with its card", resume="free")
+    hub_model_id: str | None = setting(None, "repository to push to: user/name", resume="free")
+    hub_private: bool = setting(True, "make that repository private, where it is new", resume="free")
+    trust_remote_code: bool = setting(False, "run code that comes with a model", inherited=True)
+    lora_r: int = setting(
+        0, "rank of LoRA adapters (peft); 0: full fine-tuning", resume="never", inherited=True, in_card=True
+    )
+    lora_alpha: int = setting(64, "LoRA: adapters count alpha / r", inherited=True, in_card=True)
     lora_target_modules: list[str] | None = setting(
-        None, "LoRA: names of the layers that get adapters (default: all of attention and MLP)"
+        None,
+        "LoRA: names of layers with adapters (default: attention and MLP)",
+        resume="never",
+        inherited=True,
     )
     save_adapter: bool = setting(
         False,
-        "LoRA: also write the adapter alone into output_dir/adapter; output_dir itself holds merged weights",
+        "LoRA: also write the adapter into output_dir/adapter; output_dir holds merged weights",
+        resume="free",
     )
 
     def __post_init__(self):
         words = {"true": "on", "false": "off"}  # as YAML and other trainers have it
-        object.__setattr__(
-            self,
-            "gradient_checkpointing",
-            words.get(str(self.gradient_checkpointing).lower(), self.gradient_checkpointing),
-        )
-        check(self, "gradient_checkpointing", lambda v: v in ("auto", "on", "off"), "must be auto, on or off")
-        check(
-            self,
-            "batch_size num_steps max_prompt_length max_completion_length",
-            lambda v: v >= 1,
-            "must be at least 1",
-        )
-        check(
-            self,
-            "learning_rate weight_decay max_grad_norm",
-            lambda v: 0 <= v < math.inf,
-            "must be finite, 0 or more",
-        )
-        check(
-            self,
-            "eval_every eval_problems save_every keep_checkpoints patience",
-            lambda v: v >= 0,
-            "must be 0 or more",
-        )
-        check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
-        check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
-        check(self, "max_bad_steps", lambda v: v >= 1, "must be at least 1")
-        check(
-            self,
-            "num_epochs max_minutes stop_after",
-            lambda v: v is None or 0 < v < math.inf,
-            "must be positive and finite",
-        )
-        check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
-        check(
-            self,
-            "lr_scheduler_type",
-            lambda v: v in ("constant", "linear", "cosine"),
-            "must be constant, linear or cosine",
-        )
-        check(
-            self,
-            "limit num_processes micro_batch_tokens",
-            lambda v: v is None or v >= 1,
-            "must be at least 1",
-        )
-        check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
-        check(self, "optimizer", lambda v: v in ("adamw", "adamw_8bit"), "must be adamw or adamw_8bit")
-        needs_package(self, "optimizer", self.optimizer == "adamw_8bit", "bitsandbytes", "adamw")
-        check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
-        check(self, "lora_alpha", lambda v: v >= 1, "must be at least 1")
-        needs_package(self, "lora_r", self.lora_r > 0, "peft", 0)
-        if self.fsdp and (self.lora_r or self.optimizer != "adamw"):
-            raise SettingError(
-                "fsdp",
-                True,
-                "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments are small without it",
-            )
-        if self.lora_target_modules and not self.lora_r:
-            raise SettingError(
-                "lora_target_modules",
-                self.lora_target_modules,
-                "there are no adapters without LoRA: set lora_r",
-            )
-        if self.save_adapter and not self.lora_r:
-            raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
+        checkpointing = words.get(str(self.gradient_checkpointing).lower(), self.gradient_checkpointing)
+        object.__setattr__(self, "gradient_checkpointing", checkpointing)
         if self.report_to == ["none"]:
             object.__setattr__(self, "report_to", None)
-        check(
-            self,
-            "report_to",
-            lambda v: not v or set(v) <= set(TRACKERS),
-            "must be of " + ", ".join(TRACKERS) + ", or none",
-        )
-        for tracker in self.report_to or ():
-            needs_package(self, "report_to", True, TRACKERS[tracker], "none")
-        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_model_id or ""):
-            raise SettingError(
-                "hub_model_id", self.hub_model_id, "must be user/name, the repository that push_to_hub makes"
-            )
+        self._check_numbers()
+        self._check_choices()
+        self._check_lora()
         check_prompting(self)
         if (self.keep_best or self.patience) and not self.eval_every:
             raise SettingError("eval_every", 0, "keep_best and patience need evaluations")
         if self.eval_every and not self.eval_problems:
-            raise SettingError(
-                "eval_problems", 0, "evaluation needs held-out problems; set eval_every 0 to do without it"
-            )
+            remedy = "evaluation needs held-out problems; set eval_every 0 to do without it"
+            raise SettingError("eval_problems", 0, remedy)
+
+    def _check_numbers(self):
+        sizes = "batch_size num_steps max_prompt_length max_completion_length max_bad_steps lora_alpha"
+        optional_sizes = "limit num_processes micro_batch_tokens"
+        counts = "eval_every eval_problems save_every keep_checkpoints patience"
+        durations = "num_epochs max_minutes stop_after"
+        rates = "learning_rate weight_decay max_grad_norm"
+        check(self, sizes, lambda v: v >= 1, "must be at least 1")
+        check(self, optional_sizes, lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, counts, lambda v: v >= 0, "must be 0 or more")
+        check(self, durations, lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
+        check(self, rates, lambda v: 0 <= v < math.inf, "must be finite, 0 or more")
+        check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
+        check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
+        check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
+        check(self, "cpu_threads", lambda v: v is None or 1 <= v <= 1024, "must be from 1 to 1024")
+        check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
+
+    def _check_choices(self):
+        schedules = ("constant", "linear", "cosine")
+        check(self, "gradient_checkpointing", lambda v: v in ("auto", "on", "off"), "must be auto, on or off")
+        check(self, "lr_scheduler_type", lambda v: v in schedules, "must be constant, linear or cosine")
+        check(self, "optimizer", lambda v: v in ("adamw", "adamw_8bit"), "must be adamw or adamw_8bit")
+        needs_package(self, "optimizer", self.optimizer == "adamw_8bit", "bitsandbytes", "adamw")
+        trackers = "must be of " + ", ".join(TRACKERS) + ", or none"
+        check(self, "report_to", lambda v: not v or set(v) <= set(TRACKERS), trackers)
+        for tracker in self.report_to or ():
+            needs_package(self, "report_to", True, tracker, "none")
+        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_model_id or ""):
+            remedy = "must be user/name, the repository that push_to_hub makes"
+            raise SettingError("hub_model_id", self.hub_model_id, remedy)
+
+    def _check_lora(self):
+        needs_package(self, "lora_r", self.lora_r > 0, "peft", 0)
+        if self.fsdp and (self.lora_r or self.optimizer != "adamw"):
+            remedy = "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments need no shards"
+            raise SettingError("fsdp", True, remedy)
+        if self.lora_target_modules and not self.lora_r:
+            remedy = "there are no adapters without LoRA: set lora_r"
+            raise SettingError("lora_target_modules", self.lora_target_modules, remedy)
+        if self.save_adapter and not self.lora_r:
+            raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
 
     @property
     def moment_bytes(self):
@@ -245,70 +269,43 @@ class TrainConfig:
 
 
 def check(config, names, good, remedy):
-    """Every named field of `config` must satisfy `good`; NaN satisfies nothing that compares."""
+    """Every named field of `config` must satisfy `good`. Comparisons with NaN are False, so it is refused."""
     for name in names.split():
         if not good(getattr(config, name)):
             raise SettingError(name, getattr(config, name), remedy)
 
 
 def needs_package(config, name, needed, package, otherwise, install=None):
-    """A feature of a library that is installed by those who use it."""
+    """Refuse a setting whose package is missing; `otherwise` is the value that does without it."""
     if needed and find_spec(package) is None:
-        raise SettingError(
-            name,
-            getattr(config, name),
-            f"needs a package: pip install {install or package}, or say --{name} {otherwise}",
-        )
+        remedy = f"needs a package: pip install {install or package}, or say --{name} {otherwise}"
+        raise SettingError(name, getattr(config, name), remedy)
 
 
 def check_prompting(config):
     """The settings that decide what the model reads, shared with the evaluation."""
     check(config, "grading", lambda v: v in GRADINGS, "must be one of " + ", ".join(GRADINGS))
-    needs_package(
-        config,
-        "grading",
-        config.grading == "math",
-        "math_verify",
-        "number",
-        install="'math-verify[antlr4-13-2]'",
-    )
-    check(
-        config, "answer_format", lambda v: v in ANSWER_FORMATS, "must be one of " + ", ".join(ANSWER_FORMATS)
-    )
+    math_verify = "'math-verify[antlr4-13-2]'"
+    needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
+    formats = "must be one of " + ", ".join(ANSWER_FORMATS)
+    check(config, "answer_format", lambda v: v in ANSWER_FORMATS, formats)
     template_kwargs(config)
     system_prompt(config)
 
 
 def resolved(config):
     """Every setting, the versions and the commit: what `run_config.yaml` holds. No tokens, no environment."""
+    git = ["git", "rev-parse", "--verify", "-q", "HEAD"]
     commit = subprocess.run(
-        ["git", "rev-parse", "--verify", "-q", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    packages = (
-        "torch",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "numpy",
-        "peft",
-        "bitsandbytes",
-        "math-verify",
-        "triton",
-    )
-    versions = {name: metadata.version(name) for name in packages if _installed(name)}
-    return {
-        **dataclasses.asdict(config),
-        "versions": {"python": sys.version.split()[0], **versions},
-        "commit": commit or "unknown",
-    }
+        git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout
+    versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+    installed = {name: version for name, version in versions.items() if version}
+    return {**dataclasses.asdict(config), "versions": installed, "commit": commit.strip() or "unknown"}
 
 
-def _installed(package):
+def _version(package):
     try:
-        return bool(metadata.version(package))
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return False
+        return None

@@ -53,7 +53,7 @@ def without_times(metrics):
     return [{k: v for k, v in m.items() if "seconds" not in k and "per_s" not in k} for m in metrics]
 
 
-def command(*words, nproc=None):
+def command(*words, nproc=None, timeout=None):
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
     )
@@ -65,4 +65,5 @@ def command(*words, nproc=None):
         capture_output=True,
         text=True,
         check=False,
+        timeout=timeout,
     )

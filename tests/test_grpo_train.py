@@ -13,6 +13,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, k3_divergence, token_weights
 from learning.log_probs import Scorer
+from running.settings import names_with
 from small_models import build_model
 from small_update import small_update
 
@@ -291,7 +292,7 @@ def test_a_step_in_which_every_completion_was_cut_off_and_masked_moves_no_weight
 def test_a_warm_start_never_sees_the_problems_that_are_held_out(tokenizer):
     """Held-out accuracy before GRPO was measured on what the warm start had learned."""
     grpo = Config(model="tiny", dataset="arithmetic", limit=300, eval_problems=40)
-    shared = {name: getattr(grpo, name) for name in sft_train.INHERITED}
+    shared = {name: getattr(grpo, name) for name in names_with(Config, "inherited")}
     _, held_out, _ = grpo_train.prepare_problems(grpo, grpo_train.load_tokenizer("tiny"))
     learned, _, _ = grpo_train.prepare_problems(sft_train.Config(**shared), grpo_train.load_tokenizer("tiny"))
     assert len(held_out) == 40

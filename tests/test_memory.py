@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from errors import RunError
 from grpo_train import Config
 from learning.log_probs import Scorer
-from learning.memory import TokenBudget, micro_batches, row_lengths
-from small_update import advantages_for, setup, update
+from learning.memory import TokenBudget, checkpoint_bytes, micro_batches, row_lengths
+from small_update import small_update
 
 
 class SmallMemory(Scorer):
@@ -31,10 +31,10 @@ class SmallMemory(Scorer):
 def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tokenizer, prompts, capsys):
     results = []
     for kind in (Scorer, SmallMemory):
-        config, model, out, parts = setup(tokenizer, prompts, mu=2, beta=0.1, micro_batch_tokens=10**6)
-        parts[1] = kind(model, parts[1].tables)
-        metrics = update(parts, out, advantages_for(out), config)
-        results.append(([p.detach().clone() for p in model.parameters()], metrics))
+        small = small_update(tokenizer, prompts, mu=2, beta=0.1, micro_batch_tokens=10**6)
+        small.learner.scorer = kind(small.policy, small.learner.scorer.tables)
+        metrics = small.update()
+        results.append(([p.detach().clone() for p in small.policy.parameters()], metrics))
     (whole, metrics), (halved, halved_metrics) = results
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, halved, strict=True))
     assert metrics == pytest.approx(halved_metrics, rel=1e-3, abs=1e-5)
@@ -43,34 +43,40 @@ def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tokenize
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(tokenizer, prompts):
-    config, model, out, parts = setup(tokenizer, prompts)
-    parts[1] = SmallMemory(model, parts[1].tables)
-    parts[1].rows = 0
+    small = small_update(tokenizer, prompts)
+    small.learner.scorer = SmallMemory(small.policy, small.learner.scorer.tables)
+    small.learner.scorer.rows = 0
     with pytest.raises(RunError, match=r"one sequence of \d+ tokens: try --gradient_checkpointing"):
-        update(parts, out, advantages_for(out), config)
+        small.update()
 
 
 class Card:
-    """Memory of a GPU as `TokenBudget.find` asks for it: a fixed part, and so much for each token that is there, a third of it where it recomputes."""
+    """Memory of a GPU as `TokenBudget.find` asks for it: a fixed part, and a part for each token.
+
+    A token takes a third of it where activations are recomputed.
+    """
 
     def __init__(self, monkeypatch, scorer, free, fixed, each):
         self.scorer, self.peak, self.fixed, self.each = scorer, 0, fixed, each
         self.free, self.room = free, free
-        for name, answer in dict(
-            memory_allocated=lambda: 100, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 100 + self.peak, empty_cache=lambda: None,
-            mem_get_info=self.info,
-        ).items():  # fmt: skip
+        answers = {
+            "memory_allocated": lambda: 100,
+            "reset_peak_memory_stats": lambda: None,
+            "max_memory_allocated": lambda: 100 + self.peak,
+            "empty_cache": lambda: None,
+            "mem_get_info": self.info,
+        }
+        for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
         self.forward, scorer.forward = scorer.forward, self.watched
 
     def info(self):
-        held = sum(p.grad.numel() * 4 for p in self.scorer.parameters() if p.grad is not None)
-        return self.free - held, self.free
+        gradients = sum(p.grad.numel() * 4 for p in self.scorer.parameters() if p.grad is not None)
+        return self.free - gradients, self.free
 
     def watched(self, rollout, rows):
-        lengths = (rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations) + rollout.lengths)[
-            rows
-        ]
+        prompts = rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations)
+        lengths = (prompts + rollout.lengths)[rows]
         each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
         self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)
         if self.peak > self.room:
@@ -85,42 +91,44 @@ class Card:
 def test_the_token_budget_is_what_the_free_memory_holds(
     tokenizer, prompts, monkeypatch, room, checkpointing, recomputes
 ):
-    """Beside gradients, moments and a part that does not grow with the tokens; the longest prompt and the longest completion are of different rows."""
-    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing=checkpointing)
-    model.train()
-    budget, weights, each, fixed = (
-        TokenBudget(config, model),
-        sum(p.numel() for p in model.parameters()),
-        30_000,
-        4_000_000,
-    )
-    Card(monkeypatch, parts[1], 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
+    """Beside gradients, moments and a part that does not grow with the tokens.
+
+    The longest prompt and the longest completion are of different rows.
+    """
+    small = small_update(tokenizer, prompts, gradient_checkpointing=checkpointing)
+    small.policy.train()
+    budget = TokenBudget(small.config, small.policy)
+    weights = sum(p.numel() for p in small.policy.parameters())
+    each, fixed = 30_000, 4_000_000
+    Card(monkeypatch, small.learner.scorer, 12 * weights + int((fixed + room * each) / 0.85), fixed, each)
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
-    budget.find(parts[0], parts[1], out)
-    assert budget.recomputes == model.is_gradient_checkpointing == recomputes
+    budget.find(small.learner.accelerator, small.learner.scorer, small.rollout)
+    assert budget.recomputes == small.policy.is_gradient_checkpointing == recomputes
     assert budget.tokens == pytest.approx(room * (3 if recomputes else 1), rel=0.01)
-    assert all(p.grad is None for p in model.parameters()), "the trial leaves nothing"
+    assert all(p.grad is None for p in small.policy.parameters()), "the trial leaves nothing"
 
 
 def test_a_trial_that_does_not_fit_leaves_no_gradient_behind(tokenizer, prompts, monkeypatch):
-    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing="off")
-    card = Card(monkeypatch, parts[1], 10**9, 1000, 1000)
-    card.room = 1000 + 2500 * max(row_lengths(out))  # a row or two fit, all of them do not
+    small = small_update(tokenizer, prompts, gradient_checkpointing="off")
+    card = Card(monkeypatch, small.learner.scorer, 10**9, 1000, 1000)
+    card.room = 1000 + 2500 * max(row_lengths(small.rollout))  # a row or two fit, all of them do not
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
-    budget = TokenBudget(config, model)
-    budget.find(parts[0], parts[1], out)
+    budget = TokenBudget(small.config, small.policy)
+    budget.find(small.learner.accelerator, small.learner.scorer, small.rollout)
     assert budget.tokens > 1
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in small.policy.parameters())
     card.room = 0
     with pytest.raises(RunError, match="nothing is left for the update"):
-        TokenBudget(config, model).find(parts[0], parts[1], out)
-    assert all(p.grad is None for p in model.parameters())
+        TokenBudget(small.config, small.policy).find(
+            small.learner.accelerator, small.learner.scorer, small.rollout
+        )
+    assert all(p.grad is None for p in small.policy.parameters())
 
 
 def test_auto_recomputes_before_it_gives_up(tokenizer, prompts):
     """With a number of tokens given, too."""
-    config, model, out, parts = setup(tokenizer, prompts, gradient_checkpointing="auto", micro_batch_tokens=1)
-    advantages, first = advantages_for(out), []
+    small = small_update(tokenizer, prompts, gradient_checkpointing="auto", micro_batch_tokens=1)
+    advantages, first = small.advantages, []
 
     class Tight(Scorer):
         def forward(self, rollout, rows):
@@ -129,8 +137,8 @@ def test_auto_recomputes_before_it_gives_up(tokenizer, prompts):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(rollout, rows)
 
-    parts[1] = Tight(model.train(), parts[1].tables)
-    metrics = update(parts, out, advantages, config)
+    small.learner.scorer = Tight(small.policy.train(), small.learner.scorer.tables)
+    metrics = small.update(advantages)
     assert first == [1]
     assert metrics["grad_norm"] > 0
 
@@ -141,3 +149,12 @@ def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budg
         budget = TokenBudget(Config(micro_batch_tokens=given), None)
         budget.restore([77, False])
         assert budget.tokens == expected
+
+
+def test_a_checkpoint_s_bytes_are_counted_as_it_is_written():
+    """Float32 weights, two float32 moments of what is trained, a bf16 reference."""
+    policy, reference = torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 10, bias=False).bfloat16()
+    assert checkpoint_bytes(policy, None, moment_bytes=8) == 100 * 4 + 100 * 8
+    assert checkpoint_bytes(policy, reference, moment_bytes=2) == 100 * 4 + 100 * 2 + 100 * 2
+    policy.requires_grad_(False)
+    assert checkpoint_bytes(policy, reference, moment_bytes=8) == 100 * 4 + 100 * 2

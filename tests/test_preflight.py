@@ -14,11 +14,26 @@ def check(config, capsys):
     return capsys.readouterr().out
 
 
+SAID = [
+    "batch_size: 2",
+    "a completion ends on: ['<|endoftext|>', '<|im_end|>'] or after 12 tokens",
+    "26 to train on, 4 held out, 0 skipped",
+    "2 problems x 3 = 6 completions",
+    "3 steps = 18 completions",
+    "memory, GiB: policy",
+    "a checkpoint:",
+    "gold answers: 26 of 26 earn 2.8",
+    "near misses of",
+    "two answers 0.8",
+    "nothing 0",
+    "pass rate: 0.000 on 26 problems x 3",
+    "Begin with --warm_start",
+]
+
+
 def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_path, capsys):
     printed = check(settings_of(fault_start, tmp_path / "out", eval_problems=4, eval_every=2), capsys)
-    for words in ("batch_size: 2", "a completion ends on: ['<|endoftext|>', '<|im_end|>'] or after 12 tokens", "26 to train on, 4 held out, 0 skipped",
-                  "2 problems x 3 = 6 completions", "3 steps = 18 completions", "memory, GiB: policy", "a checkpoint:", "gold answers: 26 of 26 earn 2.8",
-                  "near misses of", "two answers 0.8", "nothing 0", "pass rate: 0.000 on 26 problems x 3", "Begin with --warm_start"):  # fmt: skip
+    for words in SAID:
         assert words in printed, words
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.iterdir())
@@ -39,7 +54,7 @@ def test_the_check_waits_for_a_warm_start(fault_start, tmp_path, capsys):
     ],
 )
 def test_a_bad_warm_start_is_refused_before_anything_and_named(fault_start, tmp_path, text, words):
-    """--check said nothing of it, and the run spoke of a `config` that nobody had given."""
+    """--check said nothing of it, and the run named a `config` that was not given."""
     if text is not None:
         (tmp_path / "sft.yaml").write_text(text)
     with pytest.raises(SettingError, match=f"^warm_start=.*{words}"):
@@ -57,19 +72,14 @@ def test_the_check_refuses_answers_that_no_reward_pays(fault_start, tmp_path, ca
 def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(fault_start, tmp_path, capsys):
     """`3 of 3 earn nan`, where the first answer earned nothing that is a number."""
     (tmp_path / "even.py").write_text(
-        "def even(completions, answer, **kwargs):\n    return [None if int(a) % 4 else float(a in c[0]['content']) for a, c in zip(answer, completions)]\n"
+        "def even(completions, answer, **kwargs):\n"
+        "    pay = lambda a, c: None if int(a) % 4 else float(a in c[0]['content'])\n"
+        "    return [pay(a, c) for a, c in zip(answer, completions)]\n"
     )
     (tmp_path / "three.jsonl").write_text(
         "".join(json.dumps({"question": f"Q{a}", "answer": str(a)}) + "\n" for a in (1, 4, 8))
     )
-    printed = check(
-        settings_of(
-            fault_start,
-            tmp_path / "out",
-            dataset=str(tmp_path / "three.jsonl"),
-            reward=[f"{tmp_path}/even.py:even"],
-        ),
-        capsys,
-    )
+    given = dict(dataset=str(tmp_path / "three.jsonl"), reward=[f"{tmp_path}/even.py:even"])
+    printed = check(settings_of(fault_start, tmp_path / "out", **given), capsys)
     assert "gold answers: 2 of 3 earn 1" in printed
     assert "train-0: '1' earns nan" in printed

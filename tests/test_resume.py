@@ -21,8 +21,9 @@ from learning import learner
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, log
 from running import folder as run_folder
-from running.checkpoint import FREE, checkpoints, damage, data_fingerprint
+from running.checkpoint import checkpoints, damage, data_fingerprint
 from running.progress import Progress
+from running.settings import free_on_resume
 from running.stop import Stop
 from small_models import a_model_and_problems
 
@@ -549,7 +550,7 @@ def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
     )
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
-    assert not names & FREE
+    assert not names & free_on_resume(grpo_train.Config)
 
 
 def test_the_fingerprint_of_the_data_is_of_prompts_problems_and_their_order():

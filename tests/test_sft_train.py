@@ -14,6 +14,7 @@ from learning.log_probs import Scorer
 from problems.problem import EncodedProblem, Problem
 from problems.prompts import build_prompt
 from rewards import ANSWER_FORMATS, extract_answer
+from running.settings import TrainConfig, names_with
 from small_models import a_model_and_problems, build_model
 
 
@@ -152,8 +153,7 @@ def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_sc
 
 
 def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():
-    names = {f for f in sft_train.Config.__dataclass_fields__}
-    assert names >= sft_train.INHERITED
+    assert set(sft_train.Config.__dataclass_fields__) >= set(names_with(TrainConfig, "inherited"))
 
 
 @pytest.mark.parametrize("count", [0, -5])

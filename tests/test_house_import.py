@@ -1,0 +1,63 @@
+"""The pieces are imported from elsewhere, and what is packaged is what the tree has."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NOT_PACKAGED = {"tests", "benchmarks"}
+
+NOTEBOOK = """
+import torch
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from grpo_train import group_advantages
+from learning.models import load_model, load_tokenizer
+from rewards import correctness_reward
+
+tokenizer = load_tokenizer("tiny")
+model = load_model("tiny", tokenizer, torch.float32, torch.device("cpu")).eval()
+decoder = GroupDecoder(model, tokenizer, think_end="</reasoning>", interaction=Interaction(lambda_blend=0.1))
+prompts = [tokenizer("Ann has 12 pens and gets 5 more . How many pens does Ann have now ?")["input_ids"]]
+rollout = decoder.rollout(*pad_left(prompts, decoder.tables.pad_id), 8, 32, rollout_uniforms(0, 0, 0, 8, 32))
+texts = [decoder.text(ids, ended) for ids, ended in rollout.completions()]
+rewards = torch.tensor(correctness_reward(completions=texts, answer=["17"] * 8))
+advantages = group_advantages(rewards, num_generations=8)
+"""
+
+
+def test_the_pieces_are_imported_from_another_folder(tmp_path):
+    """As in a notebook after `pip install -e .`, which puts the project's root on the path."""
+    code = NOTEBOOK + "assert advantages.shape == (8,) and len(set(texts)) > 1\nprint(rollout.logp.shape[0])"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "8"
+    assert not list(tmp_path.iterdir()), "importing the pieces writes nothing"
+
+
+def test_the_listed_modules_and_packages_are_those_of_the_tree():
+    """A package called `configs` was installed, and nothing else."""
+    listed = PROJECT["tool"]["setuptools"]
+    assert sorted(listed["py-modules"]) == sorted(path.stem for path in ROOT.glob("*.py"))
+    packages = {path.parent.name for path in ROOT.glob("*/*.py")} - NOT_PACKAGED
+    assert sorted(listed["packages"]) == sorted(packages)
+    assert all((ROOT / name / "__init__.py").exists() for name in packages)
+    for package, names in listed["package-data"].items():
+        assert all((ROOT / package / name).exists() for name in names)
+    others = {path.relative_to(ROOT).as_posix() for name in packages for path in (ROOT / name).glob("*.*")}
+    shipped = {f"{package}/{name}" for package, names in listed["package-data"].items() for name in names}
+    assert {path for path in others if not path.endswith(".py")} == shipped
+
+
+def test_the_dev_group_is_what_requirements_dev_says():
+    groups = PROJECT["project"]["optional-dependencies"]
+    packages = {
+        package for names in groups.values() for package in names if not package.startswith("grpo-m3po")
+    }
+    lines = (ROOT / "requirements-dev.txt").read_text().split("\n")
+    assert packages == {line for line in lines if line and not line.startswith("-r")}
