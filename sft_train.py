@@ -44,21 +44,25 @@ SHOWN = {
 class Config(TrainConfig):
     """Settings of a supervised run."""
 
-    output_dir: str = setting("sft_model", "where the model, metrics.jsonl and run_config.yaml go")
-    batch_size: int = setting(32, "problems a step, over all processes")
-    num_epochs: float | None = setting(
-        1.0, "passes over the problems; leave it empty (null) to count num_steps"
+    output_dir: str = setting(
+        "sft_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
     )
-    learning_rate: float = setting(1e-5, "peak learning rate of AdamW")
+    batch_size: int = setting(32, "problems a step, over all processes", in_card=True)
+    num_epochs: float | None = setting(
+        1.0, "passes over the problems; leave it empty (null) to count num_steps", in_card=True
+    )
+    learning_rate: float = setting(1e-5, "peak learning rate of AdamW", in_card=True)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "linear", "learning rate after the warm-up"
+        "linear", "learning rate after the warm-up", in_card=True
     )
     warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
     unique_train_examples: int | None = setting(None, "train on the first N problems only (default: all)")
-    eval_problems: int = setting(0, "held-out problems, cut from the training split by hash; 0: none")
+    eval_problems: int = setting(
+        0, "held-out problems, cut from the training split by hash; 0: none", inherited=True
+    )
     eval_every: int = setting(
-        0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never"
+        0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never", resume="free"
     )
 
     def __post_init__(self):

@@ -10,7 +10,7 @@ from small_faults import settings_of
 
 
 def check(config, capsys):
-    grpo_train.preflight.report(config, grpo_train.reward_functions(config))
+    grpo_train.preflight.report(config, grpo_train.chosen_rewards(config))
     return capsys.readouterr().out
 
 
