@@ -3,9 +3,9 @@
     python grpo_train.py --config configs/tiny.yaml        the whole job on a laptop, in minutes
     python grpo_train.py --help                            every setting
 
-The loop of `train` is the algorithm; its numbered comments are those of the README.
-Axes: B prompts in a batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G),
-T completion tokens.
+The loop of `train` is the algorithm; its numbered comments are those of the README. Axes: B prompts in a
+batch, G generations a prompt, N = B*G rows in group-major order (row n answers prompt n // G), T completion
+tokens.
 """
 
 import math
@@ -41,23 +41,34 @@ from running.settings import TrainConfig, check, setting
 from sft_train import warm_start, warm_start_settings
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
-
-
-SHOWN = {"reward": "reward", "correct": "correct", "eval_accuracy": "held-out", "completion_length": "length", "kl": "kl", "entropy": "entropy",
-         "frac_reward_zero_std": "no-signal", "grad_norm": "grad", "rollout_seconds": "rollout s",
-         "update_seconds": "update s", "skipped": "SKIPPED:"}  # fmt: skip
+SHOWN = {
+    "reward": "reward",
+    "correct": "correct",
+    "eval_accuracy": "held-out",
+    "completion_length": "length",
+    "kl": "kl",
+    "entropy": "entropy",
+    "frac_reward_zero_std": "no-signal",
+    "grad_norm": "grad",
+    "rollout_seconds": "rollout s",
+    "update_seconds": "update s",
+    "skipped": "SKIPPED:",
+}
 
 
 @dataclass(frozen=True)
 class Config(TrainConfig):
-    """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400 tokens, Qwen2.5-1.5B-Instruct)."""
+    """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400
+    tokens, Qwen2.5-1.5B-Instruct).
+    """
 
     num_generations: int = setting(
         12, "G, completions of each problem; they are compared with each other, so at least 2", in_card=True
     )
     outer_iterations: int = setting(
         1,
-        "times num_steps steps, each begun with the reference a copy of the policy (num_iterations in the original script; in TRL that means mu)",
+        "times num_steps steps; each begins with the reference a copy of the policy (the original script "
+        "calls it num_iterations, which in TRL means mu)",
     )
     temperature: float = setting(
         1.0, "sampling temperature; log-probs are taken at the same one", in_card=True
@@ -70,7 +81,8 @@ class Config(TrainConfig):
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
     loss_type: str = setting(
         "grpo",
-        "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens / (N * max_completion_length)",
+        "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens "
+        "/ (N * max_completion_length)",
         in_card=True,
     )
     scale_rewards: str = setting(
@@ -81,7 +93,8 @@ class Config(TrainConfig):
     )
     rollout_is: str = setting(
         "none",
-        "token: a token's loss counts min(pi / mu, rollout_is_cap), pi of the update's forward over mu of the sampler's; none: the ratio is only logged",
+        "token: each token's loss counts min(pi / mu, rollout_is_cap), pi by the update's forward and mu by "
+        "the sampler; none: the ratio is only logged",
     )
     rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS), in_card=True)
@@ -94,7 +107,7 @@ class Config(TrainConfig):
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting(
         "none",
-        "a YAML for sft_train.py, which runs first into output_dir/warm_start and inherits what it leaves out",
+        "a YAML of sft_train.py, which runs first, into output_dir/warm_start; it inherits what it leaves out",
     )
     reward_timeout: float = setting(
         300.0, "seconds one reward function may take for a step's completions; 0: no limit", resume="free"
@@ -207,7 +220,9 @@ class TrainingResult:
 
 
 def train(config, reward_functions=None):
-    """Run a whole training. reward_functions: (function, weight) pairs instead of those that the settings name."""
+    """Run a whole training. reward_functions: (function, weight) pairs instead of those that the settings
+    name.
+    """
     with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
@@ -231,12 +246,14 @@ def train(config, reward_functions=None):
             if step % steps == 0 and reference is not None:
                 refresh(reference, policy)
 
-            # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while they think.
+            # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while
+            # they think.
             with run.timed("rollout_seconds"):
                 batch = next_problems(problems, config.batch_size, run)
                 sampled = sample(run, decoder, batch, step)
 
-            # 3. Score them, and compare each with its group; groups without a signal may give way to fresh problems.
+            # 3. Score them, and compare each with its group; groups without a signal may give way to fresh
+            # problems.
             with run.timed("reward_seconds"):
                 rewards = score(run, reward_functions, sampled, step)  # (N,) of all processes
                 rewards, replaced = replace_silent_groups(
@@ -245,7 +262,8 @@ def train(config, reward_functions=None):
                 all_advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
                 advantages = all_advantages[run.local_rows].to(run.device)
 
-            # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new weights.
+            # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new
+            # weights.
             learning_rate = learner.schedule.get_last_lr()[0]
             inspection = inspect_group(run, sampler, decoder, sampled, step)  # by the weights that sampled
             with run.timed("update_seconds"):
@@ -272,10 +290,11 @@ def train(config, reward_functions=None):
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
-    """A = (r - mean) / (std + 1e-4) within each group, sample standard deviation: rewards (N,) -> (N,) float32.
+    """A = (r - mean) / (std + 1e-4) within each group, sample standard deviation: rewards (N,) -> (N,)
+    float32.
 
-    Exactly 0 where all rewards of a group are equal, and where a reward is NaN: no function scored that completion,
-    and it is left out of mean and std.
+    Exactly 0 where all rewards of a group are equal, and where a reward is NaN: no function scored that
+    completion, and it is left out of mean and std.
     """
     groups = rewards.view(-1, num_generations)
     scored = ~groups.isnan()
@@ -288,14 +307,16 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
 
 
 def group_std(groups):
-    """Sample standard deviation of each group's scored rewards, 0 where fewer than two are: (B, G) -> (B,)."""
+    """Sample standard deviation of each group's scored rewards, 0 for fewer than two: (B, G) -> (B,)."""
     count = (~groups.isnan()).sum(-1, keepdim=True)
     centred = (groups - groups.nansum(-1, keepdim=True) / count.clamp(min=1)).nan_to_num(0.0)
     return (centred.square().sum(-1) / (count.squeeze(-1) - 1).clamp(min=1)).sqrt()
 
 
 def all_equal(groups):
-    """Whether a group's scored rewards are all equal, tested exactly, since their mean may round: (B, G) -> (B,)."""
+    """Whether a group's scored rewards are all equal, tested exactly, since their mean may round: (B, G) ->
+    (B,).
+    """
     scored = ~groups.isnan()
     highest = torch.where(scored, groups, -torch.inf).amax(-1)
     lowest = torch.where(scored, groups, torch.inf).amin(-1)
@@ -303,7 +324,8 @@ def all_equal(groups):
 
 
 def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_length):
-    """What each token's term counts in the loss: mask (n, T) -> (n, T). All normalisers are of the global batch (I3).
+    """What each token's term counts in the loss: mask (n, T) -> (n, T). All normalisers are of the global
+    batch (I3).
 
     num_sequences: N over all processes, masked rows counted. num_tokens: unmasked tokens over all processes.
     """
@@ -315,10 +337,11 @@ def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_len
 
 
 def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, importance=None):
-    """The clipped surrogate (GRPO, eq. 3) with beta * KL inside the same mean: (n, T) tensors, advantages (n,).
+    """The clipped surrogate (GRPO, eq. 3) with beta * KL inside the same mean: (n, T) tensors, advantages
+    (n,).
 
-    Returns the loss and which tokens were clipped below and above. The gradient is not 0 at the first pass, although
-    the ratio is 1 and centred advantages make the loss close to 0.
+    Returns the loss and which tokens were clipped below and above. The gradient is not 0 at the first pass,
+    although the ratio is 1 and centred advantages make the loss close to 0.
     """
     low, high = clip_range
     A = advantages[:, None]
@@ -333,13 +356,16 @@ def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, 
 
 
 def k3_divergence(logp, ref_logp):
-    """The k3 estimate of the KL to the reference (GRPO, eq. 4), a value a token: exp(x) - x - 1, x = ref - logp."""
+    """The k3 estimate of the KL to the reference (GRPO, eq. 4), a value a token: exp(x) - x - 1, x = ref -
+    logp.
+    """
     log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
     return torch.exp(log_ratio) - log_ratio - 1
 
 
 def importance_weights(old_logp, sampler_logp, cap):
-    """Truncated importance sampling: pi of the update's forward over mu of the sampler's, at most `cap`, (n, T).
+    """Truncated importance sampling: pi of the update's forward over mu of the sampler's, at most `cap`, (n,
+    T).
 
     https://fengyao.notion.site/off-policy-rl
     """
@@ -351,7 +377,9 @@ def importance_weights(old_logp, sampler_logp, cap):
 
 @dataclass
 class Sampled:
-    """What one process sampled for its groups of a step, and what it was paid: a problem a group, G rows a group."""
+    """What one process sampled for its groups of a step, and what it was paid: a problem a group, G rows a
+    group.
+    """
 
     batch: list  # the problems of the step, of all processes
     problems: list  # those of this process's groups
@@ -387,8 +415,8 @@ class Sampled:
 def sample(run, decoder, batch, step, groups=None, retry=0):
     """Completions for some groups of a step's batch, by default those of this process; None for no group.
 
-    The draws of a row depend on its number in the batch, not on who samples it. Raises Stopped in the middle where
-    the run is told to stop; all processes must call it.
+    The draws of a row depend on its number in the batch, not on who samples it. Raises Stopped in the middle
+    where the run is told to stop; all processes must call it.
     """
     groups = run.local_groups if groups is None else groups
     return run.interruptible(decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry))
@@ -409,7 +437,9 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
 
 
 def score(run, reward_functions, sampled, step):
-    """Rewards (N,) of all processes, float64, NaN where every function abstained; those of this process go into `sampled`."""
+    """Rewards (N,) of all processes, float64, NaN where every function abstained; those of this process go
+    into `sampled`.
+    """
     _score_rows(run.config, reward_functions, sampled, step, gather_object)
     return torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
 
@@ -422,10 +452,11 @@ def _score_rows(config, reward_functions, sampled, step, gather):
 
 
 def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rewards):
-    """Dynamic sampling: groups whose rewards are all equal give way to fresh problems, as often as the settings allow.
+    """Dynamic sampling: groups whose rewards are all equal give way to fresh problems, as often as the
+    settings allow.
 
-    Changes `sampled` and its batch; returns the rewards of all processes and what to log. The same on any number of
-    processes.
+    Changes `sampled` and its batch; returns the rewards of all processes and what to log. The same on any
+    number of processes.
     """
     config, step = run.config, run.progress.step
     metrics = {"extra_rollouts": 0, "replaced_groups": 0} if config.dynamic_sampling else {}
@@ -460,7 +491,9 @@ class LossInputs:
 
 @torch.enable_grad()  # a user's reward file that runs a model may have switched gradients off
 def update(learner, rollout, advantages, config):
-    """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients (I3)."""
+    """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients
+    (I3).
+    """
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
@@ -535,19 +568,21 @@ def rows_loss(learner, inputs, config, is_first_pass, rows):
 
 
 def say_plan(run, decoder, problems, held_out, skipped):
-    config, accelerator = run.config, run.accelerator
+    config = run.config
     if run.is_finished:
         return
     ends = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
     run.say(
         f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
-        f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a step on "
-        f"{accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
+        f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a "
+        f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
 
 
 def rollout_metrics(run, sampled, right, rewards):
-    """Metrics of a step's samples over all processes; docs/metrics.md explains each. rewards (N,): of all processes."""
+    """Metrics of a step's samples over all processes; docs/metrics.md explains each. rewards (N,): of all
+    processes.
+    """
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {

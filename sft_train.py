@@ -1,8 +1,10 @@
-"""Supervised training: the same prompts, worked solutions written in the chosen answer format, loss on the response only.
+"""Supervised training: the same prompts, worked solutions written in the chosen answer format, loss on the
+response only.
 
     python sft_train.py --model DIR --dataset gsm8k --output_dir sft_model
 
-It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it by itself.
+It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py --warm_start FILE.yaml` runs it
+by itself.
 """
 
 import json
@@ -71,7 +73,10 @@ class Config(TrainConfig):
 
 
 def responses(problems, tokenizer, config):
-    """The ids to learn for each problem, EOS of the chat template at the end, and which problems have them within max_completion_length."""
+    """Pairs of a problem and the ids to learn, which end on the EOS of the chat template.
+
+    Longer responses than max_completion_length are left out.
+    """
     answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer, template_kwargs(config))
     kept = []
     for p in problems:
@@ -80,25 +85,25 @@ def responses(problems, tokenizer, config):
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))
     if not kept:
-        raise DataError(
-            f"{config.dataset}: no response fits into max_completion_length={config.max_completion_length} tokens; raise it"
-        )
+        limit = f"max_completion_length={config.max_completion_length} tokens"
+        raise DataError(f"{config.dataset}: no response fits into {limit}; raise it")
     return kept[: config.unique_train_examples]
 
 
 def _worked_answer(problem, answer_format, config):
-    """The worked solution in the answer format; as it stands where it is in that format already, as MATH's solutions are in boxed."""
+    """The worked solution in the answer format; unchanged where it is in that format already."""
     reasoning, marker, answer = problem.solution.rpartition("####")
     if not marker:
-        raise DataError(
-            f"{config.dataset}: problem {problem.id} has no worked solution ending in `#### answer`, which supervised training needs"
-        )
+        what = f"problem {problem.id} has no worked solution ending in `#### answer`"
+        raise DataError(f"{config.dataset}: {what}, which supervised training needs")
     reasoning, answer = reasoning.strip(), answer.strip()
-    return reasoning if answer_format.extract(reasoning) == answer else answer_format.write(reasoning, answer)
+    if answer_format.extract(reasoning) == answer:  # as MATH's solutions have it in boxed
+        return reasoning
+    return answer_format.write(reasoning, answer)
 
 
 def as_rollout(pairs, tables, device):
-    """Prompts and given responses in the shape of a rollout (G = 1, nobody listens), for the one scored forward."""
+    """Prompts and given responses in the shape of a rollout with G = 1, for the scored forward."""
     padded = (
         *pad_left([p.ids for p, _ in pairs], tables.pad_id),
         *pad_right([ids for _, ids in pairs], tables.pad_id),
@@ -114,7 +119,10 @@ def as_rollout(pairs, tables, device):
 
 
 def train(config, outer=None):
-    """Run a whole supervised training; returns the output directory. outer: the run that this is the warm start of."""
+    """Run a whole supervised training; returns the output directory.
+
+    outer: the run that this is the warm start of.
+    """
     with Run(config, SHOWN, outer) as run:
         tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
@@ -165,7 +173,9 @@ def rows_loss(learner, batch, tokens, rows):
 
 
 def warm_start_settings(config):
-    """The settings of the supervised run that comes before a GRPO run: what its own file leaves out is the GRPO run's."""
+    """The settings of the supervised run that comes before a GRPO run: what its own file leaves out is the
+    GRPO run's.
+    """
     settings = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
     try:
         settings |= settings_from_file(Config, config.warm_start)
@@ -181,7 +191,8 @@ def warm_start_settings(config):
 
 
 def warm_start(config, run):
-    """Where a GRPO run starts from: its model, or output_dir/warm_start, which is trained first unless it is whole.
+    """Where a GRPO run starts from: its model, or output_dir/warm_start, which is trained first unless it is
+    whole.
 
     With resume, a warm start that was cut off is gone on with.
     """

@@ -1,7 +1,5 @@
 """Models and tokenizers: loaded, given adapters, merged and copied."""
 
-import re
-
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError
@@ -10,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from decoding.any_model import check_head, model_body
 from decoding.tokens import arithmetic_tokenizer
-from errors import SettingError
+from errors import SettingError, one_line
 from learning.parallel import whole
 
 
@@ -20,7 +18,7 @@ def rollout_dtype(config):
 
 
 def load_tokenizer(name, trust_remote_code=False):
-    """The tokenizer of a model directory or hub id, padding on the left; `tiny` is the embedded one."""
+    """The tokenizer of a model directory or hub id; `tiny` is the embedded one."""
     if name == "tiny":
         return arithmetic_tokenizer()
     tokenizer = _from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
@@ -31,85 +29,77 @@ def load_tokenizer(name, trust_remote_code=False):
 
 
 def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
-    """A causal model in `dtype` with every dropout probability 0 (I11: a log-prob that enters a ratio must not be random).
+    """A causal model in `dtype` with every dropout probability 0 (I11: log-probs that enter a ratio are not
+    random).
 
-    `tiny` is a fresh Llama-shaped model of about 200,000 parameters for the arithmetic problems.
+    It remembers its source_dtype and source_dropout, in which it is saved. `tiny` is a fresh Llama-shaped
+    model of about 200,000 parameters for the arithmetic problems.
     """
     if name == "tiny":
-        ids = dict(
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
-        )
-        shape = dict(
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            initializer_range=0.1,
-        )
-        model = AutoModelForCausalLM.from_config(
-            LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **ids), dtype=dtype
-        )
-        model.source_dtype, model.source_dropout = torch.float32, {}
-        return model.to(device)
-    settings = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
-    source_dtype = settings.dtype or torch.float32
-    text = settings.get_text_config()
+        return _tiny_model(tokenizer, dtype).to(device)
+    config = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    source_dtype, text_config = config.dtype or torch.float32, config.get_text_config()
     dropout = {
         key: value
-        for key, value in text.to_dict().items()
-        if re.search("drop", key) and isinstance(value, float)
+        for key, value in text_config.to_dict().items()
+        if "drop" in key and isinstance(value, float)
     }
     for key in dropout:
-        setattr(text, key, 0.0)
-    load = dict(config=settings, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
-    model, found = _from_pretrained(AutoModelForCausalLM, name, **load)
-    if found["missing_keys"]:  # transformers would draw them at random, with a table on standard error
-        absent = sorted(found["missing_keys"])
-        raise SettingError(
-            "model",
-            name,
-            f"lacks {len(absent)} of its weights, {absent[0]} among them: it is half a model, or its config.json is another's",
-        )
-    model = model.to(device)
+        setattr(text_config, key, 0.0)
+    how = dict(config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
+    model, loading_info = _from_pretrained(AutoModelForCausalLM, name, **how)
+    if missing := sorted(
+        loading_info["missing_keys"]
+    ):  # transformers draws them at random and prints a table
+        what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
+        raise SettingError("model", name, f"{what}: it is half a model, or its config.json is another's")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model.source_dtype = (
-        source_dtype if isinstance(source_dtype, torch.dtype) else getattr(torch, source_dtype)
-    )
+    is_name = isinstance(source_dtype, str)
+    model.source_dtype = getattr(torch, source_dtype) if is_name else source_dtype
     model.source_dropout = dropout
+    model = model.to(device)
     check_head(model, name)
     return model
 
 
-def _from_pretrained(kind, name, **kwargs):
+def _tiny_model(tokenizer, dtype):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.source_dtype, model.source_dropout = torch.float32, {}
+    return model
+
+
+def _from_pretrained(kind, name, **how):
+    """from_pretrained, whose many errors become one line. TypeError, KeyError: malformed config.json."""
     try:
-        return kind.from_pretrained(name, **kwargs)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        SafetensorError,
-        TypeError,
-        KeyError,
-    ) as error:  # the last two: JSON of another shape
-        reason = " ".join(str(error).split())[:200]
-        raise SettingError(
-            "model",
-            name,
-            f"cannot be loaded as a {kind.__name__[4:]}; give a directory or a hub id that can be reached ({reason})",
-        ) from error
+        return kind.from_pretrained(name, **how)
+    except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError) as error:
+        what = f"cannot be loaded as a {kind.__name__.removeprefix('Auto')}"
+        remedy = "give a directory or a hub id that can be reached"
+        raise SettingError("model", name, f"{what}; {remedy} ({one_line(error)})") from error
 
 
 def check_positions(model, problems, config):
     """Refuse prompts and completions that together reach past the positions the model has."""
-    positions, longest = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        max(len(p.ids) for p in problems),
-    )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(p.ids) for p in problems)
     if positions is not None and longest + config.max_completion_length > positions:
-        remedy = f"with the longest prompt of {longest} tokens it passes the model's {positions} positions: lower it, or max_prompt_length"
+        what = f"with the longest prompt of {longest} tokens it passes the model's {positions} positions"
+        remedy = f"{what}: lower it, or max_prompt_length"
         raise SettingError("max_completion_length", config.max_completion_length, remedy)
 
 
@@ -122,7 +112,8 @@ def load_models(config, name, tokenizer, device):
 
 
 def load_policy(config, name, tokenizer, device):
-    """The model that is trained: float32, or with LoRA a frozen base in the sampler's dtype and float32 adapters.
+    """The model that is trained: float32, or with LoRA a frozen base in the sampler's dtype and float32
+    adapters.
 
     In train mode: gradient checkpointing needs it; every dropout is 0 (I11).
     """
@@ -135,7 +126,7 @@ def load_policy(config, name, tokenizer, device):
 
 
 def load_frozen(config, name, tokenizer, device):
-    """A copy that samples, or that the KL is measured against: in the dtype of rollouts, without gradients."""
+    """A copy that samples, or that the KL is measured against: in the rollouts' dtype, without gradients."""
     model = load_model(name, tokenizer, rollout_dtype(config), device, config.trust_remote_code)
     return model.eval().requires_grad_(False)
 
@@ -145,39 +136,38 @@ def add_adapters(model, config):
     import peft
 
     wanted = config.lora_target_modules
-    settings = peft.LoraConfig(
-        r=config.lora_r, lora_alpha=config.lora_alpha, target_modules=wanted or "all-linear", lora_dropout=0.0
-    )
+    how = dict(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0)
+    settings = peft.LoraConfig(target_modules=wanted or "all-linear", **how)
     if wanted is None:  # every layer of the body that multiplies by a matrix
-        kinds = (nn.Linear, Conv1D)
-        body = model_body(model)
-        settings.target_modules = {
-            name.rsplit(".", 1)[-1] for name, module in body.named_modules() if isinstance(module, kinds)
-        }
+        layers = model_body(model).named_modules()
+        matrices = (name for name, module in layers if isinstance(module, (nn.Linear, Conv1D)))
+        settings.target_modules = {name.rsplit(".", 1)[-1] for name in matrices}
     try:
         peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
-        raise SettingError(
-            "lora_target_modules", wanted, f"does not fit the model ({' '.join(str(error).split())[:200]})"
-        ) from error
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if (
-        any(hasattr(end, "base_layer") for end in ends)
-        and len({getattr(end, "base_layer", end).weight.data_ptr() for end in ends}) == 1
-    ):
-        raise SettingError(
-            "lora_target_modules",
-            wanted,
-            "this model's embedding and head are one matrix: an adapter on one of them would split it",
-        )
+        remedy = f"does not fit the model ({one_line(error)})"
+        raise SettingError("lora_target_modules", wanted, remedy) from error
+    if _splits_tied_weights(model):
+        remedy = "this model's embedding and head are one matrix: an adapter on one of them would split it"
+        raise SettingError("lora_target_modules", wanted, remedy)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
+def _splits_tied_weights(model):
+    """Whether the embedding or the head has an adapter, and both are one matrix."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    bases = [getattr(end, "base_layer", end) for end in ends]
+    has_adapter = any(base is not end for base, end in zip(bases, ends, strict=True))
+    return has_adapter and bases[0].weight.data_ptr() == bases[1].weight.data_ptr()
+
+
 def merged_parameters(model):
-    """Name and value of each parameter as the model without adapters has it: theirs added to what they belong to."""
+    """Name and value of each parameter of the plain model: adapters are added to the weights that they belong
+    to.
+    """
     modules = dict(model.named_modules())
     for name, value in model.named_parameters():
         owner = name.removesuffix(".base_layer.weight")
@@ -189,9 +179,10 @@ def merged_parameters(model):
 
 @torch.no_grad()
 def merged_state(model, dtype, keep=True):
-    """The state dict as a plain model has it, on the CPU in `dtype`: adapters merged, shards put together, a tied weight one tensor with two names.
+    """The state dict of the plain model, on the CPU in `dtype`: adapters merged, shards put together.
 
-    Every process must call it where weights are sharded; those that do not `keep` it get nothing. One tensor at a time goes through the device.
+    A tied weight is one tensor with two names. Every process must call it where weights are sharded; those
+    that do not `keep` it get None. One tensor at a time goes through the device.
     """
     made = {}
     for parameter, (_, value) in zip(model_weights(model), merged_parameters(model), strict=True):
@@ -217,16 +208,18 @@ def model_weights(model):
 
 @torch.no_grad()
 def refresh(copy, policy):
-    """Overwrite `copy` (any dtype, fixed storage) with the policy's weights, adapters merged; returns the share of its values that changed (0-d).
+    """Overwrite `copy` with the policy's weights, adapters merged; returns the share of its values that
+    changed (0-d).
 
-    Rounding to bf16 hides small updates from the sampler for a while: this share says how much of an update it sees. It is taken over every 257th
-    value of each tensor, a prime, so that all columns are met: comparing all of them takes several times as long as the copying.
+    `copy` has any dtype and keeps its storage. Rounding to bf16 hides small updates from the sampler for a
+    while: the share says how much of an update it sees. It is taken over every 257th value of each tensor,
+    since comparing all takes several times as long as copying; 257 is a prime, so that all columns are met.
     """
 
-    def looked_at():
+    def every_257th():
         return torch.cat([target.flatten()[::257] for target in copy.parameters()])
 
-    before = looked_at()
+    before = every_257th()
     for target, (_, source) in zip(copy.parameters(), merged_parameters(policy), strict=True):
         target.copy_(whole(source.detach()))
-    return (looked_at() != before).float().mean()
+    return (every_257th() != before).float().mean()

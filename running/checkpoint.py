@@ -1,9 +1,9 @@
 """Checkpoints that survive what happens to long runs, and going on from them.
 
-A checkpoint is a folder checkpoint-<step> in output_dir: the policy as transformers loads it (float32), moments and
-the rest in safetensors, the state in JSON, and a manifest with the size and sha256 of each file, written last. It is
-made under one fixed temporary name, every file and folder is synced, and it appears under its own name when it is
-whole. Nothing in it is ever unpickled.
+A checkpoint is a folder checkpoint-<step> in output_dir: the policy as transformers loads it (float32),
+moments and the rest in safetensors, the state in JSON, and a manifest with the size and sha256 of each file,
+written last. It is made under one fixed temporary name, every file and folder is synced, and it appears under
+its own name when it is whole. Nothing in it is ever unpickled.
 """
 
 import hashlib
@@ -30,7 +30,9 @@ STATE, TENSORS = "training_state.json", "training_state.safetensors"
 
 
 class Checkpoints:
-    """Saves and restores everything that a step depends on: weights, moments, schedule, reference, progress, logs."""
+    """Saves and restores everything that a step depends on: weights, moments, schedule, reference, progress,
+    logs.
+    """
 
     def __init__(self, run, problems):
         self.run, self.learner, self.config, self.folder = run, run.learner, run.config, run.folder
@@ -51,7 +53,9 @@ class Checkpoints:
             raise SettingError("save_every", self.config.save_every, sizes)
 
     def save(self):
-        """Write checkpoint-<step>, then delete what keep_checkpoints does not keep. Every process must call it."""
+        """Write checkpoint-<step>, then delete what keep_checkpoints does not keep. Every process must call
+        it.
+        """
         policy, reference = self.learner.policy, self.learner.reference
         weights = merged_state(policy, torch.float32, keep=self.is_main)
         tensors, numbers = optimizer_state(self.learner.optimizer, keep=self.is_main)
@@ -84,10 +88,9 @@ class Checkpoints:
         save_model(self.learner.policy, self.learner.tokenizer, temporary, torch.float32, weights)
         if (
             not self.config.lora_r
-        ):  # transformers renames the experts of some models: keep ours under our own names
-            written = {
-                name for file in temporary.glob("*.safetensors") for name in safe_open(file, "pt").keys()
-            }
+        ):  # transformers renames the experts of some models: save them under ours too
+            files = temporary.glob("*.safetensors")
+            written = {name for file in files for name in safe_open(file, "pt").keys()}
             names = [name for name, _ in self.learner.policy.named_parameters() if name not in written]
             tensors |= {f"policy.{name}": weights[name] for name in names}
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / TENSORS)
@@ -150,7 +153,9 @@ class Checkpoints:
         return None if chosen is None else self.folder / chosen
 
     def restore(self, path):
-        """Load a checkpoint into policy, optimiser, schedule and reference, cut the logs back; returns its state."""
+        """Load a checkpoint into policy, optimiser, schedule and reference, cut the logs back; returns its
+        state.
+        """
         state = json.loads((path / STATE).read_text())
         self._refuse_other(path, state)
         tensors = load_file(path / TENSORS)
@@ -246,7 +251,7 @@ def optimizer_state(optimizer, keep):
 
 
 def load_optimizer(optimizer, numbers, tensors):
-    """Put back what `optimizer_state` gave; settings that --resume_anyway may change stay those of this run."""
+    """Put back what `optimizer_state` gave, but for settings that --resume_anyway may change."""
     flat = {int(index): dict(values) for index, values in numbers["state"].items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, tensor in tensors.items():

@@ -12,8 +12,8 @@ from rewards import right_answers
 def held_out_accuracy(run, decoder, problems):
     """Share of held-out problems that greedy single-path decoding gets right, and the mean length in tokens.
 
-    Every process decodes a part. The answers go into evaluations.jsonl as those after the steps that are finished.
-    Raises Stopped where the run is told to stop in the meantime.
+    Every process decodes a part. The answers go into evaluations.jsonl as those after the steps that are
+    finished. Raises Stopped where the run is told to stop in the meantime.
     """
     config, local = run.config, problems[shard(len(problems), run.accelerator)]
     prompts = [p.ids for p in local]

@@ -115,7 +115,8 @@ def _save_policy(run, folder):
 
 
 def finish(run):
-    """Save the trained model with its card, note the finished steps, and upload the model if that was asked for.
+    """Save the trained model with its card, note the finished steps, and upload the model if that was asked
+    for.
 
     Every process must call it; the upload comes last, when the others have nothing to wait for.
     """
@@ -149,8 +150,8 @@ def save_adapter(model, folder):
 def save_model(model, tokenizer, folder, dtype, state=None):
     """Write a folder that AutoModelForCausalLM.from_pretrained loads, weights in `dtype`.
 
-    Files appear in place only when all are written. state: what `merged_state` gave in that dtype; needed where
-    weights are sharded.
+    Files appear in place only when all are written. state: what `merged_state` gave in that dtype; needed
+    where weights are sharded.
     """
     folder = Path(folder)
     temporary = folder / ".saving"

@@ -24,7 +24,7 @@ STEPS_TO_DRAW = 10  # curves of fewer steps show nothing
 
 
 class MetricsLog:
-    """metrics.jsonl, the printed line of a step, and a bar with the time left. Only the first process writes."""
+    """metrics.jsonl, the line of a step, and a bar with the time left. Only the first process writes."""
 
     def __init__(self, run):
         self.is_active, self.folder, self.shown = run.accelerator.is_main_process, run.folder, run.shown
@@ -88,10 +88,11 @@ def _short(value):
 
 
 def log_rollouts(run, sampled, right, advantages, inspection=None):
-    """One line a completion into rollouts.jsonl; the first log_groups groups carry tokens, log-probs and mixing weights.
+    """One line a completion into rollouts.jsonl; the first log_groups groups carry tokens, log-probs and
+    mixing weights.
 
-    inspection: what `inspect_group` found of this process's first group; tokens that would have been others without
-    listening are named in its lines.
+    inspection: what `inspect_group` found of this process's first group; tokens that would have been others
+    without listening are named in its lines.
     """
     config, records = run.config, []
     G, first_row = config.num_generations, run.local_rows.start
@@ -143,8 +144,8 @@ def _token_record(tokenizer, rollout, n, ids):
 class Trackers:
     """Experiment trackers by accelerate's names (tensorboard, wandb, ...).
 
-    Every number of metrics.jsonl is tracked as train/NAME, held-out ones as eval/NAME, over an axis of its own, the
-    number of the step. A tracker that fails is warned of once and dropped: no run ends for its sake.
+    Every number of metrics.jsonl is tracked as train/NAME, held-out ones as eval/NAME, over an axis of its
+    own, the number of the step. A tracker that fails is warned of once and dropped: no run ends for its sake.
     """
 
     def __init__(self, config, folder):

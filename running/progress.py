@@ -8,8 +8,8 @@ import torch
 MENDS = {
     "unearned": "no completion has earned anything for {} steps. It usually helps: a supervised warm start "
     "(--warm_start), easier problems, an answer_format the model knows (see --check).",
-    "format_only": "for {} steps every completion earned the same, and none was right. The format is learnt and the "
-    "answers are gone; it usually helps: a warm start, a lower learning_rate, a larger num_generations.",
+    "format_only": "for {} steps every completion earned the same, and none was right. The format is learnt "
+    "and the answers are gone; it usually helps: a warm start, a lower learning_rate, a larger num_generations.",
 }
 
 
@@ -41,7 +41,7 @@ class Progress:
         return cls(problems_drawn=drawn, unlogged=unlogged, **same, **silent)
 
     def collapse_warning(self, metrics, patience):
-        """Count the steps whose rewards carry no information; a warning when there are `patience` in a row."""
+        """Count steps whose rewards carry no information; a warning when there are `patience` in a row."""
         earned_nothing = metrics["reward"] == metrics["reward_std"] == 0
         none_right = (
             metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1

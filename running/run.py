@@ -20,10 +20,11 @@ from running.stop import Stop
 
 
 class Run:
-    """What surrounds the steps of a training. `with Run(config, shown) as run`, then `open`, then `for step in run.steps()`.
+    """What surrounds the steps of a training. `with Run(config, shown) as run`, then `open`, then `for step
+    in run.steps()`.
 
-    A run that is told to stop saves what is finished and ends the process with 128 + the signal.
-    shown: {metric: label} of the readable line of a step. outer: the run that this one is the warm start of.
+    A run that is told to stop saves what is finished and ends the process with 128 + the signal. shown:
+    {metric: label} of the readable line of a step. outer: the run that this one is the warm start of.
     """
 
     def __init__(self, config, shown, outer=None):
@@ -52,16 +53,16 @@ class Run:
     def open(self, learner, problems, evaluate, steps, total):
         """Lock the folder, then go on from its newest checkpoint or begin.
 
-        evaluate(): metrics on the held-out problems. steps: length of an outer iteration, of `total` steps in all.
+        evaluate(): metrics on the held-out problems. steps: length of an outer iteration, of `total` steps in
+        all.
         """
         self.learner, self.evaluate, self.steps_each, self.total = learner, evaluate, steps, total
         self.folder, self.lock = lock_folder(self.config, self.accelerator)
         self.checkpoints = Checkpoints(self, problems)
-        if self.config.resume and finished_steps(self.folder / FINISHED) >= total:
+        finished = finished_steps(self.folder / FINISHED) if self.config.resume else 0
+        if finished >= total:
             self.is_finished = True
-            self.say(
-                f"nothing is left to do: {self.folder} finished its {finished_steps(self.folder / FINISHED)} steps"
-            )
+            self.say(f"nothing is left to do: {self.folder} finished its {finished} steps")
             return
         state = self.checkpoints.resume() if self.config.resume else None
         if state is not None:
@@ -71,7 +72,9 @@ class Run:
         self.log = MetricsLog(self)
 
     def steps(self, evaluate_first=True):
-        """The numbers of the steps that are left; evaluates before the very first, saves the model after the last."""
+        """The numbers of the steps that are left; evaluates before the very first, saves the model after the
+        last.
+        """
         if self.is_finished:
             return
         self.raise_if_stopped()
@@ -91,7 +94,9 @@ class Run:
         finish(self)
 
     def finish_step(self, metrics, batch):
-        """Count a step; evaluate, log and save when it is time. batch: the problems of the step, all processes'."""
+        """Count a step; evaluate, log and save when it is time. batch: the problems of the step, all
+        processes'.
+        """
         config, progress = self.config, self.progress
         progress.step += 1
         progress.problems_drawn = self.problems_drawn
@@ -152,8 +157,8 @@ class Run:
         if count >= self.config.max_bad_steps:
             raise RunError(
                 f"{count} steps in a row had a loss or gradient that is not finite, the last on problems "
-                f"{metrics['bad_examples']}; no weight was changed by them: lower learning_rate, or go on from the "
-                "last checkpoint with --resume true"
+                f"{metrics['bad_examples']}; no weight was changed by them: lower learning_rate, or go on "
+                "from the last checkpoint with --resume true"
             )
 
     def save_checkpoint(self):
@@ -161,7 +166,7 @@ class Run:
         self.saved_step = self.progress.step
 
     def save_and_leave(self):
-        """Save what is finished and not saved yet, and end with 128 + the signal. All processes must call it."""
+        """Save what is not saved yet, and end with 128 + the signal. All processes must call it."""
         number, kept = self.stop.agreed(), "nothing new to save"
         if self.checkpoints is not None and self.progress.step > self.saved_step:
             self.save_checkpoint()
@@ -192,7 +197,9 @@ class Run:
 
     @contextmanager
     def timed(self, name):
-        """Seconds of a part of the step, the device's work included, go into the step's metrics under this name."""
+        """Seconds of a part of the step, the device's work included, go into the step's metrics under this
+        name.
+        """
         self._wait_for_device()
         started = time.perf_counter()
         yield

@@ -8,10 +8,11 @@ from learning.parallel import max_over_processes
 
 
 class Stop:
-    """Remembers that a signal came, or that the time is over; a Ctrl-C more than a second after that leaves at once.
+    """Remembers that a signal came, or that the time is over; a Ctrl-C more than a second after that leaves
+    at once.
 
-    A cluster and the process that started this one may both send the same signal, so a second one within a second
-    is not taken for another. `restore` puts back the handlers that were there before.
+    A cluster and the process that started this one may both send the same signal, so a second one within a
+    second is not taken for another. `restore` puts back the handlers that were there before.
     """
 
     def __init__(self, minutes=None):
