@@ -275,6 +275,10 @@ def check(config, names, good, remedy):
             raise SettingError(name, getattr(config, name), remedy)
 
 
+def check_one_of(config, name, values):
+    check(config, name, lambda v: v in values, "must be one of " + ", ".join(values))
+
+
 def needs_package(config, name, needed, package, otherwise, install=None):
     """Refuse a setting whose package is missing; `otherwise` is the value that does without it."""
     if needed and find_spec(package) is None:
@@ -284,11 +288,10 @@ def needs_package(config, name, needed, package, otherwise, install=None):
 
 def check_prompting(config):
     """The settings that decide what the model reads, shared with the evaluation."""
-    check(config, "grading", lambda v: v in GRADINGS, "must be one of " + ", ".join(GRADINGS))
+    check_one_of(config, "grading", GRADINGS)
     math_verify = "'math-verify[antlr4-13-2]'"
     needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
-    formats = "must be one of " + ", ".join(ANSWER_FORMATS)
-    check(config, "answer_format", lambda v: v in ANSWER_FORMATS, formats)
+    check_one_of(config, "answer_format", ANSWER_FORMATS)
     template_kwargs(config)
     system_prompt(config)
 
