@@ -95,7 +95,7 @@ class Config(TrainConfig):
         None, "your own instead: FILE.py:function[=weight], several after one flag", in_card=True
     )
     dynamic_sampling: int = setting(
-        0, "replace groups of equal rewards by fresh problems, in at most N extra rollouts a step; 0: never"
+        0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
     )
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting(
@@ -392,7 +392,9 @@ def run(config, accelerator, stop):
         train_seconds += rollout_seconds + reward_seconds + update_seconds
 
         # 5. Log, now and then evaluate and save.
-        out_of_time = config.max_minutes is not None and max_over_processes(train_seconds) >= 60 * config.max_minutes
+        out_of_time = (
+            config.max_minutes is not None and max_over_processes(train_seconds) >= 60 * config.max_minutes
+        )
         last = step + 1 == total or out_of_time
         right = right_answers(
             texts,
@@ -666,7 +668,12 @@ def update(accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advant
     }
     if ref_scorer is None:
         del means["kl"]  # there is nothing to measure it against
-    return {**means, "logp_diff_max": max_over_processes(furthest), "grad_norm": statistics.fmean(norms), **skipped}
+    return {
+        **means,
+        "logp_diff_max": max_over_processes(furthest),
+        "grad_norm": statistics.fmean(norms),
+        **skipped,
+    }
 
 
 def rollout_metrics(accelerator, rollout, texts, right, all_rewards, parts, config):
