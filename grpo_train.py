@@ -100,7 +100,7 @@ class Config(TrainConfig):
         None, "your own instead: FILE.py:function[=weight], several after one flag", in_card=True
     )
     dynamic_sampling: int = setting(
-        0, "replace groups of equal rewards by fresh problems, in at most N extra rollouts a step; 0: never"
+        0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
     )
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting(
