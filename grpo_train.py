@@ -18,9 +18,8 @@ import torch
 from accelerate.utils import gather_object
 
 from answers.formats import ANSWER_FORMATS
-from decoding.any_model import send
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Rollout, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from errors import SettingError
 from learning.inspection import debug_every, inspect_group
 from learning.learner import make_learner
@@ -362,11 +361,14 @@ class Sampled:
     batch: list  # the problems of the step, of all processes
     problems: list  # those of this process's groups
     rollout: Rollout
-    completions: list  # (ids, whether EOS came)
-    texts: list
+    completions: list  # a Completion a row
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
+
+    @property
+    def texts(self):
+        return [completion.text for completion in self.completions]
 
     @property
     def row_problems(self):
@@ -380,9 +382,7 @@ class Sampled:
         """Replace some groups by those of another, in its order."""
         G = self.rollout.num_generations
         self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
-        columns = [
-            (getattr(self, name), getattr(other, name)) for name in ("completions", "texts", "rewards")
-        ]
+        columns = [(self.completions, other.completions), (self.rewards, other.rewards)]
         columns += [(self.parts[name], other.parts[name]) for name in self.parts]
         for n, group in enumerate(groups):
             self.problems[group], self.retries[group] = other.problems[n], other.retries[n]
@@ -407,11 +407,8 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
     uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
     uniforms = uniforms[list(groups)].flatten(0, 1)
-    ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
-    rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
-    completions = rollout.completions()
-    texts = [decoder.text(*pair) for pair in completions]
-    return Sampled(batch, problems, rollout, completions, texts, [retry] * len(problems))
+    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
+    return Sampled(batch, problems, rollout, decoder.completions(rollout), [retry] * len(problems))
 
 
 def score(run, reward_functions, sampled, step):
@@ -423,7 +420,7 @@ def score(run, reward_functions, sampled, step):
 
 
 def _score_rows(config, reward_functions, sampled, step, gather):
-    ids = [ids for ids, _ in sampled.completions]
+    ids = [completion.ids for completion in sampled.completions]
     columns = reward_columns(sampled.row_problems, sampled.texts, ids, config.answer_format)
     how = dict(step=step + 1, timeout=config.reward_timeout, gather=gather)
     sampled.rewards, sampled.parts = compute_rewards(reward_functions, columns, **how)
@@ -516,7 +513,7 @@ def update(learner, rollout, advantages, config):
 
 def rows_loss(learner, inputs, config, is_first_pass, rows):
     """The loss of some rows, and sums over their tokens of what is logged."""
-    rollout, index = inputs.rollout, send(rows, inputs.mask.device)
+    rollout, index = inputs.rollout, to_device(rows, inputs.mask.device)
     logp, entropy = learner.scorer(rollout, rows)
     if is_first_pass:
         inputs.old_logp[index] = logp.detach()
