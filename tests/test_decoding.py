@@ -1,4 +1,4 @@
-"""The decoder against transformers' own `generate` and against a slow reference that has no cache, no padding and no batch."""
+"""The decoder against transformers' `generate` and a slow reference without cache, padding or batch."""
 
 import copy
 import math
@@ -35,9 +35,11 @@ def sampled(decoder, prompts, G=3, length=T, temperature=1.0, seed=0, **kwargs):
 
 
 def slow_group(decoder, prompt, uniforms, temperature, closes):
-    """M3PO by the letter for one group: every path recomputed from its first token at each step, weights in plain Python.
+    """M3PO by the letter for one group: paths recomputed from their first token at each step, weights in
+    plain Python.
 
-    `closes(ids)` says whether the text of the ids has ended the thinking. Returns ids, log-probs (lists a path) and mix[t][i][j].
+    `closes(ids)` says whether the text of the ids has ended the thinking. Returns ids and log-probs (lists a
+    path), and mix[t][i][j].
     """
     model, interaction, tau = decoder.model, decoder.interaction, decoder.interaction.temperature
     num_real, eos, lambda_blend = len(decoder.tokenizer), decoder.tables.eos_ids, interaction.lambda_blend
@@ -125,7 +127,7 @@ def test_a_group_that_has_stopped_thinking_is_plain_sampling_bit_for_bit(llama, 
 
 
 def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
-    """Two paths with five tokens hear each other, the third ended after two: the weights belong to the fifth token."""
+    """Two paths with five tokens listen to each other, the third ended after two."""
     rows = Rows(*[None] * len(Rows._fields))._replace(
         t=torch.tensor([5, 5, 2]),
         slot=torch.tensor([0, 0, 0]),
@@ -207,7 +209,7 @@ def test_greedy_decoding_equals_generate_in_every_family(model, tokenizer, promp
 
 
 def generate(model, tokenizer, prompts, decoder):
-    """transformers' greedy completions as lists of ids with their EOS; ids past the tokenizer suppressed, as ours never has them."""
+    """transformers' greedy completions, lists of ids with their EOS, without the ids past the tokenizer."""
     ids, mask = pad_left(prompts, tokenizer.pad_token_id)
     beyond = list(range(len(tokenizer), model.config.vocab_size))
     made = model.generate(
@@ -309,7 +311,9 @@ class Holed:
 
 
 def test_the_bytes_of_a_sentencepiece_tokenizer_are_its_spaces_words_and_single_bytes():
-    """Llama's kind: a space is written U+2581, which an escaped decoder did not show, so that no delimiter with a space in it was ever seen."""
+    """Llama's kind writes a space as U+2581; escaped in the decoder's JSON, it hid every delimiter with a
+    space.
+    """
     vocabulary = {"<unk>": 0, "\u2581pens": 1, "s": 2, "<0xC3>": 3, "<0xA9>": 4}
     raw = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     raw.decoder = decoders.Sequence(
@@ -322,7 +326,7 @@ def test_the_bytes_of_a_sentencepiece_tokenizer_are_its_spaces_words_and_single_
 
 @torch.no_grad()
 def test_an_id_the_tokenizer_does_not_have_is_never_sampled(tokenizer, prompts):
-    """NeMo-RL#237: an embedding wider than the tokenizer, here with heads that would always choose an id past it."""
+    """NeMo-RL#237: an embedding wider than the tokenizer, here with a head that prefers the ids past it."""
     model = build_model("gpt2", tokenizer)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
@@ -347,7 +351,9 @@ def test_generation_config_cannot_narrow_the_distribution(tokenizer, prompts):
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @torch.no_grad()
 def test_frequencies_are_those_of_the_softmax_at_the_temperature(llama, tokenizer, prompts, temperature):
-    """Each token's count within 5 standard deviations of the binomial's, and a chi-square over all that is not extreme."""
+    """Each count is within 5 standard deviations of the binomial's, and the chi-square over all is not
+    extreme.
+    """
     decoder, draws = GroupDecoder(llama, tokenizer), 20000
     uniforms = rollout_uniforms(5, 0, 0, draws, 1)
     out = decoder.rollout(prompts[:1], Sampling(1, draws, temperature), uniforms)
@@ -469,7 +475,7 @@ def test_the_bytes_of_tokens_make_the_decoded_text(tokenizer):
 @pytest.mark.parametrize("lambda_blend", [0.0, 0.3])
 @torch.no_grad()
 def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, prompts, lambda_blend):
-    """And so is nothing else of the rollout before: columns, cache and states are those of a decoder just made."""
+    """Nothing else of the rollout before is left: columns, cache and states are those of a new decoder."""
     model, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(lambda_blend))
     decoder.complete(prompts * 3, Sampling(50))
@@ -495,7 +501,9 @@ def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, p
 
 @torch.no_grad()
 def test_a_parameter_given_other_storage_is_taken_over(tokenizer, prompts):
-    """The fast path makes parameters views into storage of its own; `parameter.data = new` must not leave it with the old values."""
+    """The fast path makes parameters views of its storage; `parameter.data = new` must not leave it the old
+    values.
+    """
     model, other = build_model("llama", tokenizer), build_model("llama", tokenizer, seed=1)
     decoder = GroupDecoder(model, tokenizer)
     sampled(decoder, prompts)
@@ -515,7 +523,7 @@ def columns(out):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @torch.no_grad()
 def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, tokenizer, prompts):
-    """Rows that leave on the way, paths that stop thinking, sampling at a temperature: everything that a rollout records."""
+    """Everything that a rollout records: rows leave on the way, paths stop thinking, a temperature is set."""
     model = build_model(family, tokenizer)
     for lambda_blend in (0.0, 0.3):
         decoders = [
@@ -536,7 +544,7 @@ def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, to
 
 @torch.no_grad()
 def test_prompts_that_are_given_the_rows_of_ended_ones_are_answered_as_if_alone(llama, tokenizer, prompts):
-    many = [p[: 1 + i % len(p)] for i in range(8) for p in prompts]
+    many = [p[: 1 + i % len(p)] for i in range(5) for p in prompts]
     fast, plain = GroupDecoder(llama, tokenizer), GroupDecoder(llama, tokenizer, fast=False)
     for decoder in (fast, plain):
         decoder.tables.is_eos[3::25] = True
@@ -551,7 +559,7 @@ def test_prompts_that_are_given_the_rows_of_ended_ones_are_answered_as_if_alone(
         assert sorted(done) == list(enumerate(expected)), "each is handed over once, as it ends"
         assert done != sorted(done), "and before those before it have ended"
         done.clear()
-        some = [3, 4, 17, 30]
+        some = [3, 4, 11, 20]
         answers = fast.complete([many[i] for i in some], sampling, 2, indices=some)
         assert answers == [expected[i] for i in some], "by their indices among all"
 
@@ -570,13 +578,13 @@ def test_a_model_that_the_fast_path_cannot_serve_says_so_in_one_line(
     decoder = GroupDecoder(model, tokenizer)
     sampled(decoder, prompts)
     sampled(decoder, prompts)
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     if reason is None:
-        assert said == []
+        assert printed == []
     else:
-        assert len(said) == 1
-        assert "plain path" in said[0]
-        assert reason in said[0]
+        [line] = printed
+        assert "plain path" in line
+        assert reason in line
 
 
 def test_the_fast_path_is_for_models_that_it_computes_and_says_why_not(tokenizer):
@@ -670,8 +678,8 @@ def test_two_thousand_rollouts_of_random_sizes_leave_memory_flat(llama, tokenize
 
 
 @torch.no_grad()
-def test_what_nobody_writes_in_a_rollout_is_zero_and_not_of_the_one_before(llama, tokenizer, prompts):
-    """The last token of a row that the limit cuts off is no input any more: nobody is heard in it."""
+def test_what_is_not_written_in_a_rollout_is_zero_and_not_of_the_one_before(llama, tokenizer, prompts):
+    """The last token of a row that the limit cuts off is never an input, so it has no weights."""
     decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
     decoder.tables.is_eos[:] = False
     before = sampled(decoder, prompts, length=20)
@@ -683,7 +691,7 @@ def test_what_nobody_writes_in_a_rollout_is_zero_and_not_of_the_one_before(llama
 
 
 def test_sums_that_are_not_quite_monotone_draw_nothing_impossible(monkeypatch):
-    """Made in parallel, a running sum may rise a little over a weight of 0, here between the second token and the third."""
+    """Made in parallel, a running sum may rise a little over a weight of 0, here at the third token."""
     monkeypatch.setattr(
         torch.Tensor,
         "cumsum",

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bf16 sampling against bf16-autocast scoring, and the plain facts of the CPU tests on the card. `pytest -m gpu`"""
+"""What only a GPU can show: kernels, captured steps, bf16, and a run resumed on the card. `pytest -m gpu`"""
 
 import subprocess
 import sys
@@ -62,7 +62,7 @@ def test_bf16_scoring_is_close_to_bf16_sampling_and_far_from_scoring_plain_ids(f
 
 
 def test_the_host_waits_for_nothing_while_it_scores(tokenizer, prompts):
-    """What the host knows it need not ask the card for: a question costs as long as the kernels that are under way."""
+    """The host knows all sizes: asking the card for one would cost as long as the kernels under way."""
     policy, sampler = build_model("qwen2", tokenizer).cuda().train(), build_model("qwen2", tokenizer).cuda()
     decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3), compiled=False)
     scorer, out = make_scorer(policy, decoder.tables, Config(torch_compile=False)), sampled(decoder, prompts)
@@ -341,17 +341,24 @@ def pays(completions, **kwargs):  # where there is a file `told`, the fourth ste
 """
 
 
+FLAGS = (
+    "--config=configs/tiny.yaml --warm_start=none --model=tiny --num_processes=1 --num_steps=6 --eval_every=0"
+    " --batch_size=4 --num_generations=4 --max_completion_length=24 --beta=0.1 --mu=2"
+)
+
+
 def stopped_and_left_alone(folder, *flags):
-    """Mean differences of a weight: of two runs that were left alone, and of one that was stopped and resumed from the nearer of them. On any device."""
+    """How far runs are apart, as the mean difference of a weight, on any device.
+
+    Returns that of two runs that were left alone, and that of a stopped and resumed one from the nearer of
+    the two.
+    """
     (folder / "pays.py").write_text(PAYS)
-    settings = dict(config="configs/tiny.yaml", warm_start="none", model="tiny", reward=f"{folder}/pays.py:pays", num_processes=1, num_steps=6, eval_every=0,
-                    batch_size=4, num_generations=4, max_completion_length=24, beta=0.1, mu=2)  # fmt: skip
 
     def trained(name, *more, status=0):
-        words = [*(f"--{k}={v}" for k, v in settings.items()), f"--output_dir={folder / name}", *flags, *more]
-        done = subprocess.run(
-            [sys.executable, "grpo_train.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        words = [sys.executable, "grpo_train.py", *FLAGS.split(), *flags, *more]
+        words += [f"--reward={folder}/pays.py:pays", f"--output_dir={folder / name}"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         return None if status else load_file(folder / name / "model.safetensors")
 
@@ -369,6 +376,9 @@ def stopped_and_left_alone(folder, *flags):
 def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_two_of_those(
     compiled, least, tmp_path
 ):
-    """In float32, where the last bit seldom moves a draw. A resumed run compiles for the sizes that it sees first; a step moves a weight by 1e-4 and more."""
+    """In float32, where the last bit seldom moves a draw.
+
+    A resumed run compiles for the sizes that it sees first; a step moves a weight by 1e-4 and more.
+    """
     noise, resumed = stopped_and_left_alone(tmp_path, "--bf16=false", f"--torch_compile={compiled}")
     assert resumed <= max(4 * noise, least)

@@ -52,7 +52,7 @@ def test_mean_similarity_is_uniform_over_thinking_peers():
     assert torch.allclose(weights[0], torch.tensor([0, 0.5, 0, 0.5]))
 
 
-def test_blend_is_one_minus_lambda_of_its_own_and_lambda_of_the_heard():
+def test_blend_is_one_minus_lambda_of_its_own_and_lambda_of_its_peers():
     embeds = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [4.0, 4.0]]])
     weights = torch.tensor([[[0, 0.25, 0.75], [0, 0, 0], [1.0, 0, 0]]])
     expected = torch.tensor([[[0.8 + 0.2 * 3.0, 0.2 * (0.25 + 3.0)], [0.0, 1.0], [0.8 * 4 + 0.2, 0.8 * 4]]])
@@ -68,7 +68,7 @@ def test_halves_are_multiplied_and_blended_in_float32_under_autocast_too():
         assert torch.equal(blend(embeds, weights, 0.3), alone)
 
 
-def test_gradients_reach_the_embeddings_of_all_heard_paths_and_no_weight():
+def test_gradients_reach_the_embeddings_of_all_peers_and_no_weight():
     embeds = torch.randn(1, 3, 4, requires_grad=True)
     weights = cross_path_weights(FEATURES, ALL, 0.1).requires_grad_()
     blend(embeds, weights, 0.5)[0, 0].sum().backward()

@@ -87,8 +87,9 @@ def server(monkeypatch):
 
 
 def settings_of(server, data, tmp_path, **more):
-    return grpo_eval.Config(**{**dict(model="none", api=f"http://127.0.0.1:{server.server_port}/v1", dataset=str(data), output_dir=str(tmp_path / "runs"),
-                                      api_timeout=5.0, api_at_once=3), **more})  # fmt: skip
+    address = dict(model="none", api=f"http://127.0.0.1:{server.server_port}/v1")
+    folders = dict(dataset=str(data), output_dir=str(tmp_path / "runs"))
+    return grpo_eval.Config(**{**address, **folders, "api_timeout": 5.0, "api_at_once": 3, **more})
 
 
 @pytest.mark.parametrize("mood", ["good", "busy", "slow"])
@@ -177,15 +178,9 @@ def test_a_real_transformers_server_gives_what_the_model_gives_here(tokenizer, d
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [
-        shutil.which("transformers", path=str(sys.executable).rpartition("/")[0]) or "transformers",
-        "serve",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    script = shutil.which("transformers", path=str(sys.executable).rpartition("/")[0]) or "transformers"
+    words = f"serve --host 127.0.0.1 --port {port}".split()
+    process = subprocess.Popen([script, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + 90
         while True:
