@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import grpo_eval
+from decoding.rollout import Completion
 from errors import SettingError
 from running.parsing import parse_config
 from solver import load_solver, readable, solve
@@ -53,8 +54,8 @@ def test_a_question_past_the_model_s_positions_is_refused(recipe_run):
 
 def test_a_solution_is_told_apart_into_reasoning_and_answer(recipe_run, monkeypatch):
     solver = load_solver(str(recipe_run))
-    ids = solver.decoder.tokenizer("<reasoning>\n3*4\n</reasoning>\n<answer>\n12\n</answer>")["input_ids"]
-    monkeypatch.setattr(solver.decoder, "complete", lambda *args, **kwargs: [[(ids, False)]])
+    made = Completion([], "<reasoning>\n3*4\n</reasoning>\n<answer>\n12\n</answer>", ended=False)
+    monkeypatch.setattr(solver.decoder, "complete", lambda *args, **kwargs: [[made]])
     found = solve("What is 3*4?", solver)
     assert (found.reasoning, found.answer, found.finished) == ("3*4", "12", False)
     assert readable(found) == "3*4\n\nAnswer: 12"
