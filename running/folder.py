@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from errors import RunError, SettingError
 from learning.models import merged_state
+from problems.prompts import system_prompt
+from problems.sources import HUB
 from reporting.card import model_card, push
 from reporting.files import FINISHED, LOGS, write_whole
 from running.run import out_of_patience
@@ -122,13 +124,15 @@ def finish(config, folder, accelerator, policy, tokenizer, held_out, steps):
         save_model(policy, tokenizer, folder, policy.source_dtype, state)
         if config.save_adapter:
             save_adapter(policy, folder / "adapter")
-        write_whole(folder / "README.md", model_card(config, folder, held_out))
+        address = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
+        card = model_card(resolved(config), folder, held_out, system_prompt(config), address)
+        write_whole(folder / "README.md", card)
         write_whole(folder / FINISHED, json.dumps({"step": steps}) + "\n")
         (folder / ".lock").unlink(missing_ok=True)
         print(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
     accelerator.wait_for_everyone()
     if config.push_to_hub and accelerator.is_main_process:
-        print(f"uploaded to {push(config, folder)}")
+        print(f"uploaded to {push(folder, config.hub_model_id, config.hub_private)}")
 
 
 def save_adapter(model, folder):

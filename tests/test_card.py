@@ -77,7 +77,7 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path,
     with pytest.raises(
         RunError, match=r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"
     ):
-        card.push(config, tmp_path / "out")
+        card.push(tmp_path / "out", config.hub_model_id, config.hub_private)
     with pytest.raises(SettingError, match="hub_model_id"):
         parse_config(grpo_train.Config, ["--push_to_hub", "true"])
 

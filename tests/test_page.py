@@ -124,13 +124,13 @@ def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path
             for g in range(G)
         ],
     )
-    groups, _ = read_groups(path, most=40 * G)
+    groups, _ = read_groups(path, max_rollouts=40 * G)
     assert len(groups) == 40
     assert all("pieces" in path for group in groups for path in group["paths"])
     steps = [group["step"] for group in groups]
     assert (steps[0], steps[-1]) == (1, 100)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
-    more, _ = read_groups(path, most=150 * G)
+    more, _ = read_groups(path, max_rollouts=150 * G)
     assert sum("pieces" in group["paths"][0] for group in more) == 100
     assert len(more) == 150
     assert evenly([1, 2, 3], 0) == []
@@ -144,7 +144,7 @@ def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
     )
     written = path.stat().st_size
     tracemalloc.start()
-    groups, _ = read_groups(path, most_bytes=written // 10)
+    groups, _ = read_groups(path, max_bytes=written // 10)
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(json.dumps(groups)) < written // 10

@@ -10,9 +10,9 @@ import pytest
 
 from errors import SettingError
 from reporting import files, plots
-from reporting.comparison import Side, _p_of_draws, compare, compare_two
+from reporting.comparison import Side, compare, compare_two, p_of_draws
 from reporting.statistics import (
-    _resampled,
+    bootstrap_means,
     holm,
     majority,
     mid_p,
@@ -119,9 +119,6 @@ def test_an_interval_covers_what_it_should():
     assert covered >= 180
 
 
-# Comparisons
-
-
 def write(folder, scores, prompt="hash", **report):
     folder.mkdir()
     rows = [{"doc_id": f"q{i}", "prompt_hash": prompt, "target": str(i), "filtered_resps": {"strict-match": [str(i) if v else "no"]},
@@ -188,8 +185,8 @@ def test_intervals_have_the_width_of_the_normal_ones_and_the_difference_s_is_tha
 
 def test_the_bootstrap_s_p_is_two_sided_and_runs_are_drawn_too():
     """25 of 1,000 draws on the other side of 0 are 2 (25 + 1) / 1001; of two runs that are 0 and 1 throughout, a quarter of the draws has one alone."""
-    assert _p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
-    means = _resampled(np.array([[0.0] * 50, [1.0] * 50]), np.random.default_rng(0))
+    assert p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
+    means = bootstrap_means(np.array([[0.0] * 50, [1.0] * 50]), np.random.default_rng(0))
     assert [float(np.mean(means == value)) for value in (0.0, 0.5, 1.0)] == pytest.approx(
         [0.25, 0.5, 0.25], abs=0.03
     )
@@ -286,9 +283,6 @@ def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_m
         assert found[f"maj@{k}" if k > 1 else "mean@6"][0] == pytest.approx(
             np.mean([vote(c) for c in choices]), abs=1e-4
         )
-
-
-# Curves
 
 
 @pytest.mark.slow
