@@ -6,14 +6,12 @@ A side may be several evaluations (seeds), joined by commas: a_seed0,a_seed1. Th
 and questions; with one evaluation a side the text speaks of these checkpoints, not of a method.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from errors import SettingError
-from reporting.files import read_records, read_yaml
+from reporting.evaluation import Evaluation, question_scores, read_evaluation
 from reporting.statistics import (
     DRAWS,
     bootstrap_means,
@@ -21,21 +19,12 @@ from reporting.statistics import (
     mid_p,
     over_questions,
     percentiles,
-    question_scores,
     smallest_difference,
 )
 
 SAME_ON_BOTH_SIDES = (
     "dataset split answer_format grading max_completion_length temperature top_p top_k num_samples"
 ).split()
-
-
-@dataclass
-class Evaluation:
-    """What grpo_eval.py wrote into a folder: a record a question, and the report with the settings."""
-
-    records: list
-    settings: dict
 
 
 @dataclass
@@ -61,22 +50,16 @@ def _interval(draws):
     return [round(float(v), 4) for v in percentiles(draws)]
 
 
-def read_evaluation(folder):
-    """The evaluation in a folder of grpo_eval.py; a SettingError where it is none."""
-    path = Path(folder)
-    try:
-        records = list(read_records(path / "samples.jsonl", broken="raise"))
-        settings = json.loads((path / "report.json").read_text(encoding="utf-8"))
-        settings |= read_yaml(path / "run_config.yaml")
-    except (OSError, ValueError) as error:
-        remedy = f"is not a folder that grpo_eval.py wrote ({type(error).__name__})"
-        raise SettingError("compare", folder, remedy) from error
-    return Evaluation(records, settings)
-
-
 def read_side(name):
     """The evaluations of a side, folders joined by commas; questions in the order of its first."""
-    first, *others = [read_evaluation(folder) for folder in name.split(",")]
+    evaluations = []
+    for folder in name.split(","):
+        try:
+            evaluations.append(read_evaluation(folder))
+        except (OSError, ValueError) as error:
+            remedy = f"is not a folder that grpo_eval.py wrote ({type(error).__name__})"
+            raise SettingError("compare", folder, remedy) from error
+    first, *others = evaluations
     return [first, *(aligned(first, other, name) for other in others)]
 
 

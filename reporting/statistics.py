@@ -1,7 +1,4 @@
-"""Statistics of evaluations: intervals, pass@k, maj@k, paired tests, and the summary of a whole evaluation.
-
-Records are those of grpo_eval.py's samples.jsonl.
-"""
+"""Statistics of evaluations: intervals, pass@k, maj@k, paired tests."""
 
 import math
 from collections import Counter
@@ -141,47 +138,3 @@ def holm(p_values):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
         adjusted[i] = largest
     return adjusted
-
-
-def question_scores(records):
-    """For each question the mean score of its samples."""
-    return [fmean(r["exact_match"]["strict-match"]) for r in records]
-
-
-def summarise(records, skipped):
-    """The numbers of a report. A question whose prompt was too long to ask counts as wrong."""
-    samples = len(records[0]["resps"])
-    report = {"questions": len(records) + skipped, "skipped": skipped, "samples_per_question": samples}
-    for name, key in (("accuracy", "strict-match"), ("accuracy_last_number", "flexible-extract")):
-        scores = [fmean(r["exact_match"][key]) for r in records] + [0.0] * skipped
-        report |= {name: round(fmean(scores), 4), f"{name}_ci95": over_questions(scores)[1:]}
-    for column in ("subject", "level", *records[0].get("by", ())):
-        if groups := _accuracy_by(column, records):
-            report[f"accuracy_by_{column}"] = groups
-    if samples > 1:
-        report |= sampled_statistics(records)
-    answers = [answer for r in records for answer in r["filtered_resps"]["strict-match"]]
-    stops = [stop for r in records for stop in r["stop_condition"]]
-    return report | {
-        "parsable": round(fmean(answer not in (None, "") for answer in answers), 4),
-        "truncated": round(fmean(stop == "length" for stop in stops), 4),
-        "mean_length": round(fmean(length for r in records for length in r["length"]), 2),
-        "mean_reward": round(fmean(reward for r in records for reward in r["reward"]), 4),
-    }
-
-
-def _accuracy_by(column, records):
-    """Accuracy for each value of a column; nothing where no record has one."""
-    groups = {}
-    for record, score in zip(records, question_scores(records), strict=True):
-        columns = record.get("by", {})
-        value = columns[column] if column in columns else record.get(column)
-        groups.setdefault("" if value is None else str(value), []).append(score)
-    if not any(groups):
-        return {}
-    return {value or "none": _group_accuracy(scores) for value, scores in sorted(groups.items())}
-
-
-def _group_accuracy(scores):
-    interval = over_questions(scores)[1:]
-    return {"accuracy": round(fmean(scores), 4), "ci95": interval, "questions": len(scores)}

@@ -1,6 +1,7 @@
 """`[--config FILE.yaml] [--FIELD VALUE ...]` into a dataclass of settings; one line for a user's mistake."""
 
 import argparse
+import copy
 import errno
 import json
 import os
@@ -98,7 +99,7 @@ def parse_config(config_class, argv=None, description=None):
             raise SettingError(name, word.partition("=")[2] or " ".join(argv[i + 1 : i + 2]), REFUSED[name])
         if name in ALIASES:
             argv[i] = "--" + ALIASES[name] + word[2 + len(name) :]
-    parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
+    parser = _FlagParser(config_class, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
     parser.error = lambda message: _usage_error(message, fields)
     known = _config_only(argv)
@@ -114,6 +115,16 @@ def parse_config(config_class, argv=None, description=None):
     values = vars(parser.parse_args(rest)) | {argv[i].removeprefix("--"): None for i in emptied}
     values.pop("config")
     return config_class(**values)
+
+
+class _FlagParser(HfArgumentParser):
+    """Reads the help text of a field, and nothing of its other metadata."""
+
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        field = copy.copy(field)
+        field.metadata = {"help": field.metadata["help"]}
+        HfArgumentParser._parse_dataclass_field(parser, field)
 
 
 def _config_only(argv):

@@ -20,8 +20,24 @@ TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", 
             "dvclive": "dvclive", "swanlab": "swanlab", "trackio": "trackio"}  # fmt: skip
 
 
-def setting(default, text):
-    return field(default=default, metadata={"help": text})
+def setting(default, text, **roles):
+    """A field of a Config with its help text, and what else becomes of it:
+
+    resume="free": a resumed run may have it otherwise, since it changes no weight; resume="never": what is
+    saved would not fit; neither: only with resume_anyway. inherited=True: a warm start takes it from its GRPO
+    run. in_card=True: the model card shows it.
+    """
+    return field(default=default, metadata={"help": text, **roles})
+
+
+def names_with(config_class, role, value=True):
+    """Names of the settings whose field has this role, in their order."""
+    return [f.name for f in dataclasses.fields(config_class) if f.metadata.get(role) == value]
+
+
+def free_on_resume(config_class):
+    """Names in run_config.yaml that a resumed run may have otherwise: they change no result."""
+    return {*names_with(config_class, "resume", "free"), "versions", "commit"}
 
 
 @dataclass(frozen=True)
