@@ -35,7 +35,7 @@ from learning.models import check_positions, load_model, load_tokenizer, rollout
 from learning.parallel import shard
 from m3po_module import SIMILARITIES
 from problems.problem import EncodedProblem
-from problems.prompts import encode_prompts, problems_of, system_prompt, template_kwargs
+from problems.prompts import encode_prompts, problems_of, system_prompt
 from reporting.comparison import Side, compare, compare_two
 from reporting.evaluation import summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
@@ -53,7 +53,7 @@ def from_training(default, text):
 
 
 def changes_no_answer(default, text):
-    """A setting with another value of which an interrupted evaluation may go on."""
+    """A setting that may be another one when an interrupted evaluation goes on."""
     return setting(default, text, resume="free")
 
 
@@ -211,22 +211,20 @@ class LocalModel:
     def __init__(self, config, device):
         tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         self.config, self.report = config, {"model": config.model}
-        self.questions, self.skipped = encode_prompts(
-            read_problems(config),
-            tokenizer,
-            system_prompt(config),
-            config.max_prompt_length,
-            template_kwargs(config),
+        prompting, longest = prompting_of(config), config.max_prompt_length
+        encoded = encode_prompts(
+            read_problems(config), tokenizer, prompting.system_prompt, longest, prompting.template_kwargs
         )
+        self.questions, self.skipped = encoded
         self.folder = new_folder(config, config.model)
-        model = load_model(config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code)
+        dtype = rollout_dtype(config)
+        model = load_model(config.model, tokenizer, dtype, device, config.trust_remote_code).eval()
         check_positions(model, self.questions, config)
         self.identity = fingerprint(model)
         think_end = ANSWER_FORMATS[config.answer_format].think_end
         interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
-        self.decoder = GroupDecoder(
-            model.eval(), tokenizer, think_end, interaction, compiled=config.torch_compile
-        )
+        compiled = config.torch_compile
+        self.decoder = GroupDecoder(model, tokenizer, think_end, interaction, compiled=compiled)
 
     def ask(self, indices, keep):
         """Answer the questions at these indices, and call keep(index, answers) as each one ends."""
@@ -240,7 +238,7 @@ class LocalModel:
             seed=self.config.seed,
             batch_rows=self.config.batch_size,
             places=indices,
-            keep=lambda i, completions: keep(i, self.answers(completions)),
+            keep=lambda i, completions: keep(i, answers_of(self.decoder, completions)),
         )
 
     def ask_interacting(self, indices, keep):
@@ -256,11 +254,12 @@ class LocalModel:
             sampling = (config.temperature, config.top_k, config.top_p)
             completions = self.decoder.rollout(ids, mask, G, T, draws, *sampling).completions()
             for n, i in enumerate(batch):
-                keep(i, self.answers(completions[n * G : (n + 1) * G]))
+                keep(i, answers_of(self.decoder, completions[n * G : (n + 1) * G]))
 
-    def answers(self, completions):
-        """Answers of pairs (ids, whether EOS came)."""
-        return [Answer(self.decoder.text(ids, ended), len(ids), ended) for ids, ended in completions]
+
+def answers_of(decoder, completions):
+    """Answers of pairs (ids, whether EOS came)."""
+    return [Answer(decoder.text(ids, ended), len(ids), ended) for ids, ended in completions]
 
 
 class ServerModel:
