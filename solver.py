@@ -6,7 +6,7 @@ print(solve("A pen costs 3 dollars. How much do 14 pens cost?", solver).answer)
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +15,25 @@ import torch
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
-from errors import SettingError
+from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
-from problems.prompts import build_prompt
-from problems.prompts import system_prompt as system_prompt_of
-from reporting.files import read_yaml
+from problems.prompts import build_prompt, system_prompt, template_kwargs
+from problems.sources import QUESTION
+from reporting.files import read_run_config
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How a question becomes a prompt, and the format that its answer is read from."""
+
+    answer_format: str
+    system_prompt: str
+    template_kwargs: dict
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`answer` is None where the completion holds none in the format; `finished` is False where the limit cut it off."""
+    """`answer` is None where the completion holds none in the format; a cut-off one is not `finished`."""
 
     question: str
     reasoning: str
@@ -38,71 +47,103 @@ class Solver:
     """A loaded model with what it was trained to read."""
 
     decoder: GroupDecoder
-    answer_format: str
-    system_prompt: str
-    chat_template_kwargs: dict
+    prompting: Prompting
     max_completion_length: int
 
 
-def load_solver(model="grpo_finetuned_model", answer_format=None, system_prompt=None, max_completion_length=None, bf16=True, trust_remote_code=False,
-                torch_compile=False, chat_template_kwargs=None):  # fmt: skip
-    """Load a directory or hub id; what is left out is read from its run_config.yaml, as grpo_eval.py does."""
-    file = Path(model) / "run_config.yaml"
-    trained = read_yaml(file) if file.exists() else {}
-    name = answer_format or trained.get("answer_format", "xml")
+def prompting_of(settings):
+    """The prompting that settings name: answer_format, system_prompt_file and chat_template_kwargs."""
+    name = settings.answer_format
     if name not in ANSWER_FORMATS:
         raise SettingError("answer_format", name, "must be one of " + ", ".join(ANSWER_FORMATS))
-    if system_prompt is None:
-        system_prompt = system_prompt_of(
-            SimpleNamespace(answer_format=name, system_prompt_file=trained.get("system_prompt_file"))
+    return Prompting(name, system_prompt(settings), template_kwargs(settings))
+
+
+def load_solver(
+    model="grpo_finetuned_model",
+    prompting=None,
+    max_completion_length=None,
+    bf16=True,
+    trust_remote_code=False,
+    torch_compile=False,
+):
+    """Load a directory or hub id.
+
+    Prompting and max_completion_length that are not given are read from the run_config.yaml beside the model.
+    """
+    trained = read_run_config(model)
+    if prompting is None:
+        settings = SimpleNamespace(
+            answer_format=trained.get("answer_format", "xml"),
+            system_prompt_file=trained.get("system_prompt_file"),
+            chat_template_kwargs=trained.get("chat_template_kwargs") or "{}",
         )
+        prompting = prompting_of(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(model, trust_remote_code)
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
-    decoder = GroupDecoder(
-        load_model(model, tokenizer, dtype, device, trust_remote_code).eval(),
-        tokenizer,
-        compiled=torch_compile,
-    )
-    kwargs = (
-        json.loads(trained.get("chat_template_kwargs") or "{}")
-        if chat_template_kwargs is None
-        else chat_template_kwargs
-    )
-    return Solver(
-        decoder,
-        name,
-        system_prompt,
-        kwargs,
-        max_completion_length or trained.get("max_completion_length", 400),
-    )
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
+    decoder = GroupDecoder(loaded, tokenizer, compiled=torch_compile)
+    return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
 
 
 def solve(question, solver, temperature=0.0, seed=0):
-    """Answer one question (a text) or several (a list): a Solution, or a list of them. Temperature 0 is greedy."""
+    """A Solution of one question (a text), or a list of them of several (a list); temperature 0 is greedy."""
     questions = [question] if isinstance(question, str) else list(question)
-    tokenizer, chosen = solver.decoder.tokenizer, ANSWER_FORMATS[solver.answer_format]
-    prompts = [
-        build_prompt(tokenizer, q, solver.system_prompt, solver.chat_template_kwargs) for q in questions
-    ]
-    ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    check_positions(solver.decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
-    sampling = Sampling(solver.max_completion_length, temperature=temperature)
-    answers = solver.decoder.complete(ids, sampling, seed)
+    decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
+    ids = []
+    for text in questions:
+        prompt = build_prompt(decoder.tokenizer, text, prompting.system_prompt, prompting.template_kwargs)
+        ids.append(decoder.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    check_positions(decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
+    answers = decoder.complete(ids, Sampling(limit, temperature=temperature), seed)
     solutions = []
-    for q, [(_, text, ended)] in zip(questions, answers, strict=True):
-        thought = text.partition(chosen.think_end)[0]
-        for tag in chosen.tags:
-            thought = thought.replace(tag, "")
-        solutions.append(Solution(q, thought.strip(), chosen.extract(text), text, ended))
+    for text, [completion] in zip(questions, answers, strict=True):
+        solutions.append(solution_of(text, completion.text, completion.ended, prompting.answer_format))
     return solutions[0] if isinstance(question, str) else solutions
+
+
+def solution_of(question, completion, finished, answer_format):
+    """A completion told apart into reasoning, without the format's tags, and answer."""
+    chosen = ANSWER_FORMATS[answer_format]
+    reasoning = completion.partition(chosen.think_end)[0]
+    for tag in chosen.tags:
+        reasoning = reasoning.replace(tag, "")
+    return Solution(question, reasoning.strip(), chosen.extract(completion), completion, finished)
+
+
+def read_questions(path):
+    """The questions of a text file, one a line, or of JSON lines."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("questions", path, f"cannot be read ({type(error).__name__})") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
+    if not numbered:
+        raise DataError(f"{path}: holds no question")
+    if Path(path).suffix != ".jsonl":
+        return [line for _, line in numbered]
+    return [_question_of(line, f"{path} line {number}") for number, line in numbered]
+
+
+def _question_of(line, where):
+    """The question in a line of JSON."""
+    try:
+        row = json.loads(line)
+        return next(row[key] for key in QUESTION if isinstance(row.get(key), str))
+    except (json.JSONDecodeError, AttributeError, StopIteration) as error:
+        raise DataError(f"{where}: is not a JSON object with a {' or '.join(QUESTION)}") from error
+
+
+def training_row(solution):
+    """A solution as sft_train.py reads it."""
+    row = asdict(solution)
+    return {"prompt": row.pop("question"), "response": row.pop("completion"), **row}
 
 
 def readable(solution):
     """A solution as somebody would want to read it."""
-    answer = (
-        solution.answer
-        if solution.answer is not None
-        else "none" + ("" if solution.finished else " (cut off by max_completion_length)")
-    )
+    answer = solution.answer
+    if answer is None:
+        answer = "none" if solution.finished else "none (cut off by max_completion_length)"
     return f"{solution.reasoning}\n\nAnswer: {answer}"

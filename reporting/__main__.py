@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from reporting.files import check_run, read_metrics
+from reporting.files import read_metrics
 from reporting.page import write_report
 from reporting.plots import draw
 
@@ -11,14 +11,17 @@ from reporting.plots import draw
 def main():
     parser = argparse.ArgumentParser(prog="python -m reporting", description=__doc__)
     parser.add_argument("runs", nargs="+", help="folders that grpo_train.py or sft_train.py wrote")
-    parser.add_argument(
-        "--out", help="draw the curves of all runs in one figure into this folder (default: the first run)"
-    )
+    help_text = "draw the curves of all runs in one figure into this folder (default: the first run)"
+    parser.add_argument("--out", help=help_text)
     args = parser.parse_args()
     for run in args.runs:
-        check_run(parser, run)
+        if not (Path(run) / "metrics.jsonl").exists():
+            parser.error(
+                f"{run} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote"
+            )
     names = [Path(run).resolve().name for run in args.runs]
-    names = names if len(set(names)) == len(names) else args.runs
+    if len(set(names)) < len(names):
+        names = args.runs
     out = Path(args.out or args.runs[0])
     out.mkdir(parents=True, exist_ok=True)
     draw({name: read_metrics(run) for name, run in zip(names, args.runs, strict=True)}, out)

@@ -3,73 +3,38 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from scipy import stats
 
-from errors import RunError
-from problems.prompts import system_prompt
-from problems.sources import HUB
+from errors import RunError, one_line
 from reporting.files import read_metrics
-from running.settings import names_with, resolved
+from reporting.statistics import wilson
 
-UPLOADED = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.jinja", "README.md", "adapter/*",
-            "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.py"]  # fmt: skip
+UPLOADED = (
+    "*.safetensors *.safetensors.index.json config.json generation_config.json tokenizer* *.jinja README.md "
+    "adapter/* special_tokens_map.json vocab.* merges.txt *.model *.py"
+).split()
+NOT_UPLOADED = "checkpoint-*/* warm_start/* trackers/* wandb/* best/* .*".split()  # though named above
 
-
-NOT_UPLOADED = [
-    "checkpoint-*/*",
-    "warm_start/*",
-    "trackers/*",
-    "wandb/*",
-    "best/*",
-    ".*",
-]  # what of these lies in folders
-
-
-def model_card(config, folder):
-    """The card as text: what was trained on what and how, what came out with 95% intervals, how to load it; every number is the run's own."""
-    lines, settings = read_metrics(folder), resolved(config)
-    last = lines[-1]
-    name = config.hub_model_id or Path(folder).resolve().name
-    method = (
-        ("GRPO with M3PO" if getattr(config, "m3po_lambda", 0) else "GRPO")
-        if hasattr(config, "num_generations")
-        else "supervised fine-tuning"
-    )
-    dataset = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
-    base = config.model if "/" in config.model and not Path(config.model).exists() else None
-    data = ModelCardData(
-        base_model=base, datasets=[dataset] if "/" in dataset and not Path(dataset).exists() else None, library_name="transformers",
-        pipeline_tag="text-generation", tags=["grpo", "m3po"] if "M3PO" in method else [method.split()[0].lower()], model_name=name,
-    )  # fmt: skip
-    settings["reward"] = (
-        [Path(spec).name for spec in settings["reward"]] if settings.get("reward") else None
-    )  # no path of a machine goes out
-    dataset = dataset if "/" not in dataset or not Path(dataset).exists() else Path(dataset).name
-    recipe = "\n".join(
-        f"| `{key}` | {settings[key]} |"
-        for key in names_with(type(config), "in_card")
-        if settings.get(key) is not None and (config.lora_r or not key.startswith("lora"))
-    )
-    text = f"""---
-{data.to_yaml()}
+CARD = """---
+{header}
 ---
 
-# {name.rpartition("/")[2]}
+# {title}
 
-{Path(config.model).name} after {last["step"]} steps of {method} on {dataset}, {last["train_seconds"] / 60:.0f} minutes of training.
+{model} after {steps} steps of {method} on {dataset}, {minutes:.0f} minutes of training.
 
-{_results(lines)}
+{results}
 ## Use
 
-The model was trained with this system prompt, and answers in the format that it asks for (`{config.answer_format}`):
+The model was trained with this system prompt, and answers in the format that it asks for (`{answer_format}`):
 
 ```python
 from transformers import pipeline
 
-system = {system_prompt(config)!r}
+system = {system_prompt!r}
 ask = pipeline("text-generation", "{name}")
-chat = [{{"role": "system", "content": system}}, {{"role": "user", "content": "A pen costs 3 dollars. How much do 14 pens cost?"}}]
-print(ask(chat, max_new_tokens={config.max_completion_length}, do_sample=False)[0]["generated_text"][-1]["content"])
+chat = [{{"role": "system", "content": system}}, \
+{{"role": "user", "content": "A pen costs 3 dollars. How much do 14 pens cost?"}}]
+print(ask(chat, max_new_tokens={max_completion_length}, do_sample=False)[0]["generated_text"][-1]["content"])
 ```
 
 ## Recipe
@@ -78,42 +43,102 @@ print(ask(chat, max_new_tokens={config.max_completion_length}, do_sample=False)[
 |---|---|
 {recipe}
 
-Versions: {", ".join(f"{k} {v}" for k, v in settings["versions"].items())}; commit `{settings["commit"]}`.
+Versions: {versions}; commit `{commit}`.
 """
+
+
+def model_card(settings, folder, system_prompt, dataset, recipe):
+    """The card as text: what was trained on what and how, the held-out accuracy, how to load the model.
+
+    settings: every setting of the run, with `versions` and `commit`; dataset: its address on the hub, or a
+    path; recipe: the names of the settings to list.
+    """
+    lines = read_metrics(folder)
+    name = settings.get("hub_model_id") or Path(folder).resolve().name
+    header = ModelCardData(
+        base_model=settings["model"] if _is_hub_address(settings["model"]) else None,
+        datasets=[dataset] if _is_hub_address(dataset) else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=_tags(settings),
+        model_name=name,
+    )
+    text = CARD.format(
+        header=header.to_yaml(),
+        title=name.rpartition("/")[2],
+        model=Path(settings["model"]).name,
+        steps=lines[-1]["step"],
+        method=_method(settings),
+        dataset=dataset if _is_hub_address(dataset) else Path(dataset).name or dataset,
+        minutes=lines[-1]["train_seconds"] / 60,
+        results=_results(lines),
+        answer_format=settings["answer_format"],
+        system_prompt=system_prompt,
+        name=name,
+        max_completion_length=settings["max_completion_length"],
+        recipe=_recipe_rows(settings, recipe),
+        versions=", ".join(f"{package} {version}" for package, version in settings["versions"].items()),
+        commit=settings["commit"],
+    )
     return ModelCard(text).content
 
 
+def _is_hub_address(address):
+    return "/" in address and not Path(address).exists()
+
+
+def _method(settings):
+    if "num_generations" not in settings:
+        return "supervised fine-tuning"
+    return "GRPO with M3PO" if settings.get("m3po_lambda") else "GRPO"
+
+
+def _tags(settings):
+    if "num_generations" not in settings:
+        return ["supervised"]
+    return ["grpo", "m3po"] if settings.get("m3po_lambda") else ["grpo"]
+
+
+def _recipe_rows(settings, names):
+    """Rows of the card's table; a reward's path is cut to its name, since no path of a machine goes out."""
+    rows = []
+    for name in names:
+        value = settings.get(name)
+        if name == "reward":
+            value = [Path(reward).name for reward in value or ()] or None
+        if value is not None and (settings["lora_r"] or not name.startswith("lora")):
+            rows.append(f"| `{name}` | {value} |")
+    return "\n".join(rows)
+
+
 def _results(lines):
-    """The held-out accuracy before and after, as a table."""
-    before = next((line["eval_accuracy_before"] for line in lines if "eval_accuracy_before" in line), None)
+    """The table of the accuracies before and after training, with 95% intervals."""
+    before = [line["eval_accuracy_before"] for line in lines if "eval_accuracy_before" in line]
     evaluated = [line for line in lines if "eval_accuracy" in line]
     if not evaluated:
         return "No held-out problems were evaluated in the run.\n"
-    count, rows = (
-        evaluated[-1]["eval_questions"],
-        [("before", before), ("after", evaluated[-1]["eval_accuracy"])],
-    )
-    what = (
-        f"Greedy accuracy on {count} problems held out from the training split, with 95% intervals (Wilson)"
-    )
-    text = f"{what}:\n\n| | accuracy |\n|---|---|\n"
-    for which, value in rows:
-        if value is not None:
-            low, high = stats.binomtest(round(value * count), count).proportion_ci(method="wilson")
-            text += f"| {which} | {value:.3f} ({low:.3f} to {high:.3f}) |\n"
-    return text
+    after, held_out = [evaluated[-1]["eval_accuracy"]], evaluated[-1]["eval_questions"]
+    problems = f"{held_out} problems held out from the training split"
+    rows = [f"Greedy accuracy on {problems}, with 95% intervals (Wilson):", "", "| | accuracy |", "|---|---|"]
+    for when, accuracies in (("before", before[:1]), ("after", after)):
+        for accuracy in accuracies:
+            low, high = wilson(round(accuracy * held_out), held_out)
+            rows.append(f"| {when} | {accuracy:.3f} ({low:.3f} to {high:.3f}) |")
+    return "\n".join(rows) + "\n"
 
 
-def push(config, folder):
+def push(folder, repository, private):
     """Upload the finished directory, without checkpoints and logs of completions; returns its address."""
     api = HfApi()
     try:
-        api.create_repo(config.hub_model_id, private=config.hub_private, exist_ok=True)
+        api.create_repo(repository, private=private, exist_ok=True)
         return api.upload_folder(
-            repo_id=config.hub_model_id, folder_path=str(folder), allow_patterns=UPLOADED, ignore_patterns=NOT_UPLOADED,
-            commit_message=f"After {Path(folder).resolve().name}"
-        )  # fmt: skip
-    except Exception as error:  # the network, a login, a name: whatever it is, the model is there
-        raise RunError(
-            f"the model is saved in {folder}, but not uploaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        ) from error
+            repo_id=repository,
+            folder_path=str(folder),
+            allow_patterns=UPLOADED,
+            ignore_patterns=NOT_UPLOADED,
+            commit_message=f"After {Path(folder).resolve().name}",
+        )
+    except Exception as error:  # a network, a login, a name: whatever it is, the model is saved
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise RunError(f"the model is saved in {folder}, but not uploaded ({reason})") from error

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from errors import SettingError
+from errors import SettingError, one_line
+
+FINISHED = "finished.json"
+LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -16,33 +19,34 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _mapping(loader, node):
     keys = [loader.construct_object(key) for key, _ in node.value]
-    repeated = sorted({str(k) for k in keys if keys.count(k) > 1})
+    repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
     if repeated:
         raise yaml.YAMLError(f"line {node.start_mark.line + 1}: repeated key {repeated[0]}")
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
+FLOAT_WITHOUT_POINT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))
 
 
 def read_yaml(path):
-    """A YAML mapping as a dict; broken or missing files are a SettingError."""
+    """A YAML mapping as a dict of plain data; broken or missing files are a SettingError."""
     try:
-        values = yaml.load(
-            Path(path).read_text(encoding="utf-8"), _StrictLoader
-        )  # a SafeLoader: builds plain data only
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingError("config", str(path), " ".join(str(error).split())) from error
+        raise SettingError("config", str(path), one_line(error, limit=None)) from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise SettingError("config", str(path), "must hold `key: value` lines")
     return values
+
+
+def read_run_config(folder):
+    """The settings that a run or an evaluation wrote into its folder; none where there is no such file."""
+    path = Path(folder) / "run_config.yaml"
+    return read_yaml(path) if path.exists() else {}
 
 
 def write_whole(path, text):
@@ -53,26 +57,43 @@ def write_whole(path, text):
     os.replace(temporary, path)
 
 
-FINISHED = "finished.json"
+def write_records(path, records, ensure_ascii=True):
+    """Write a whole JSON Lines file, an object a line."""
+    lines = [json.dumps(record, ensure_ascii=ensure_ascii) + "\n" for record in records]
+    write_whole(path, "".join(lines))
 
 
-LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
+def record_of(line):
+    """The object that a line of JSON holds; NaN and infinities, which are not JSON, become None."""
+    return json.loads(line, parse_constant=lambda _: None)
 
 
-def check_run(parser, folder):
-    """End with a line on a folder that is no run's."""
-    if not (Path(folder) / "metrics.jsonl").exists():
-        parser.error(
-            f"{folder} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote"
-        )
+def located_records(path, broken="end"):
+    """Yield (offset, size, object) of each line of a JSON Lines file, in bytes; a missing file has no lines.
+
+    A line that is not JSON `end`s the reading, since it is still being written, or is left out (`skip`).
+    With `raise` it is a ValueError, and a missing file an OSError.
+    """
+    if broken != "raise" and not Path(path).exists():
+        return
+    offset = 0
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                yield offset, len(line), record_of(line)
+            except ValueError:
+                if broken == "raise":
+                    raise
+                if broken == "end":
+                    return
+            offset += len(line)
+
+
+def read_records(path, broken="end"):
+    """The objects of a JSON Lines file, one by one; see `located_records`."""
+    return (record for _, _, record in located_records(path, broken))
 
 
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl; half a line at the end, which is being written, is left out."""
-    lines = []
-    for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+    return list(read_records(Path(folder) / "metrics.jsonl"))

@@ -2,303 +2,294 @@
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from scipy import stats
+from errors import one_line
+from reporting.statistics import wilson
 
 COLOURS = ("#1f6fb4", "#e0812b", "#3a9250", "#b4453f", "#7a5ca8", "#5b5b5b", "#b08a1e", "#2aa1a1")
+BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[5]
 
-
-STYLE = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.color": "#e6e6e6", "axes.axisbelow": True}  # fmt: skip
+STYLE = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
+         "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
+         "axes.axisbelow": True}  # fmt: skip
+COLUMNS = 3
 
 
 def series(lines, name):
     """(steps, values) of a metric, where it is a number."""
-    pairs = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
-    return [step for step, _ in pairs], [value for _, value in pairs]
+    numbers = [line for line in lines if isinstance(line.get(name), int | float)]
+    return [line["step"] for line in numbers], [line[name] for line in numbers]
 
 
 def smooth(values, width):
     """Mean over the last `width` values."""
-    return [
-        sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1])
-        for i in range(len(values))
-    ]
+    windows = [values[max(0, end - width) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]
 
 
-def _line(axis, lines, name, colour, label=None, dashed=False):
+def _line(axis, lines, name, colour, label=None):
+    """A metric over the steps, smoothed; the raw values lie pale behind it where a run is long."""
     steps, values = series(lines, name)
     if not steps:
         return
     width = max(1, len(steps) // 25)
     if width > 1:
         axis.plot(steps, values, color=colour, lw=0.6, alpha=0.25)
-    axis.plot(
-        steps,
-        smooth(values, width),
-        color=colour,
-        lw=1.4,
-        ls="--" if dashed else "-",
-        label=label,
-        marker="" if len(steps) > 1 else "o",
-    )
+    marker = "" if len(steps) > 1 else "o"
+    axis.plot(steps, smooth(values, width), color=colour, lw=1.4, label=label, marker=marker)
+
+
+def _single(name, axis, lines, colour, label, alone):
+    _line(axis, lines, name, colour, None if alone else label)
 
 
 def _rewards(axis, lines, colour, label, alone):
     _line(axis, lines, "reward", colour, "total" if alone else label)
     if alone:
-        parts = sorted({k for line in lines for k in line if k.startswith("reward/")})
-        for part, own in zip(parts, COLOURS[1:], strict=False):
-            _line(axis, lines, part, own, part.removeprefix("reward/").removesuffix("_reward"))
+        parts = sorted({name for line in lines for name in line if name.startswith("reward/")})
+        for part, part_colour in zip(parts, COLOURS[1:], strict=False):
+            _line(axis, lines, part, part_colour, part.removeprefix("reward/").removesuffix("_reward"))
 
 
 def _held_out(axis, lines, colour, label, alone):
-    steps, values = series(lines, "eval_accuracy")
-    counts = [
-        line.get("eval_questions", 0) for line in lines if isinstance(line.get("eval_accuracy"), int | float)
-    ]
+    """Accuracy on held-out problems with Wilson's intervals, from the one before training on."""
+    evaluated = [line for line in lines if isinstance(line.get("eval_accuracy"), int | float)]
+    steps = [line["step"] for line in evaluated]
+    accuracies = [line["eval_accuracy"] for line in evaluated]
+    questions = [line.get("eval_questions", 0) for line in evaluated]
     if lines and "eval_accuracy_before" in lines[0]:
-        steps, values, counts = (
-            [0, *steps],
-            [lines[0]["eval_accuracy_before"], *values],
-            [*counts[:1], *counts],
-        )
+        steps = [0, *steps]
+        accuracies = [lines[0]["eval_accuracy_before"], *accuracies]
+        questions = [questions[0] if questions else 0, *questions]
     if not steps:
         return
-    axis.plot(steps, values, color=colour, lw=1.4, marker="o", ms=3, label=None if alone else label)
-    if all(counts):
-        bounds = [
-            stats.binomtest(round(v * n), n).proportion_ci(method="wilson")
-            for v, n in zip(values, counts, strict=True)
-        ]
-        axis.fill_between(
-            steps, [b.low for b in bounds], [b.high for b in bounds], color=colour, alpha=0.15, lw=0
-        )
+    axis.plot(steps, accuracies, color=colour, lw=1.4, marker="o", ms=3, label=None if alone else label)
+    if all(questions):
+        pairs = zip(accuracies, questions, strict=True)
+        lows, highs = zip(*(wilson(round(accuracy * n), n) for accuracy, n in pairs), strict=True)
+        axis.fill_between(steps, lows, highs, color=colour, alpha=0.15, lw=0)
     axis.set_ylim(0, 1)
 
 
 def _length(axis, lines, colour, label, alone):
     _line(axis, lines, "completion_length", colour, "mean" if alone else label)
     if alone:
-        _line(axis, lines, "completion_length_max", COLOURS[1], "longest")
-        _line(axis, lines, "completion_length_min", COLOURS[2], "shortest")
+        _line(axis, lines, "completion_length_max", ORANGE, "longest")
+        _line(axis, lines, "completion_length_min", GREEN, "shortest")
 
 
 def _seconds(axis, lines, colour, label, alone):
+    """The parts of a step of one run, or the whole steps of several."""
+    parts = {"rollout_seconds": "rollout", "reward_seconds": "rewards", "update_seconds": "update"}
     if alone:
-        for (name, word), own in zip(
-            (("rollout_seconds", "rollout"), ("reward_seconds", "rewards"), ("update_seconds", "update")),
-            COLOURS,
-            strict=False,
-        ):
-            _line(axis, lines, name, own, word)
+        for (name, word), part_colour in zip(parts.items(), COLOURS, strict=False):
+            _line(axis, lines, name, part_colour, word)
     else:
-        _line(
-            axis,
-            [
-                {**line, "s": sum(line.get(f"{k}_seconds", 0) for k in ("rollout", "reward", "update"))}
-                for line in lines
-            ],
-            "s",
-            colour,
-            label,
-        )
+        whole = [{**line, "seconds": sum(line.get(name, 0) for name in parts)} for line in lines]
+        _line(axis, whole, "seconds", colour, label)
 
 
-def _single(name):
-    return lambda axis, lines, colour, label, alone: _line(
-        axis, lines, name, colour, None if alone else label
-    )
-
-
-PANELS = {
-    "reward": ("reward", _rewards), "held out": ("eval_accuracy", _held_out), "right": ("correct", _single("correct")),
-    "groups without a signal": ("frac_reward_zero_std", _single("frac_reward_zero_std")), "completion length, tokens": ("completion_length", _length),
-    "cut off": ("truncated", _single("truncated")), "entropy, nats": ("entropy", _single("entropy")), "KL to the reference, nats": ("kl", _single("kl")),
-    "loss": ("loss", _single("loss")), "gradient norm": ("grad_norm", _single("grad_norm")),
-    "sampler against update, nats": ("logp_diff", _single("logp_diff")), "seconds a step": ("rollout_seconds", _seconds),
-}  # fmt: skip
+# title of a panel: its metric, which decides whether there is such a panel
+PANELS = {"reward": "reward", "held out": "eval_accuracy", "right": "correct",
+          "groups without a signal": "frac_reward_zero_std", "completion length, tokens": "completion_length",
+          "cut off": "truncated", "entropy, nats": "entropy", "KL to the reference, nats": "kl",
+          "loss": "loss", "gradient norm": "grad_norm", "sampler against update, nats": "logp_diff",
+          "seconds a step": "rollout_seconds"}  # fmt: skip
+WITH_MORE = {
+    "reward": _rewards,
+    "eval_accuracy": _held_out,
+    "completion_length": _length,
+    "rollout_seconds": _seconds,
+}
 
 
 def draw(runs, folder):
-    """Write curves.svg and curves.png into `folder`: runs {name: lines of metrics.jsonl}. Panels of metrics that no run has are left out."""
-    shown = {
-        title: panel
-        for title, (needs, panel) in PANELS.items()
-        if any(series(lines, needs)[0] for lines in runs.values())
-    }
-    if not shown:
-        return
-    alone, columns = len(runs) == 1, 3
-    with _figure(folder, "curves", -(-len(shown) // columns), columns) as axes:
-        for axis, (title, panel) in zip(axes.flat, shown.items(), strict=False):
-            for colour, (name, lines) in zip(COLOURS * len(runs), runs.items(), strict=False):
-                panel(axis, lines, colour, name, alone)
+    """Write curves.svg and curves.png into `folder`: runs {name: lines of metrics.jsonl}.
+
+    Panels of metrics that no run has are left out.
+    """
+    panels = {}
+    for title, metric in PANELS.items():
+        if any(series(lines, metric)[0] for lines in runs.values()):
+            panel = WITH_MORE.get(metric, partial(_single, metric))
+            panels[title] = partial(_all_runs, panel, runs, legend=len(runs) == 1 or not panels)
+    if panels:
+        _draw_panels(folder, panels, COLUMNS, xlabel="step")
+
+
+def _all_runs(panel, runs, axis, legend):
+    """One panel with every run in it; of several runs the first panel's legend serves for all."""
+    for colour, (name, lines) in zip(COLOURS * len(runs), runs.items(), strict=False):
+        panel(axis, lines, colour, name, len(runs) == 1)
+    if legend and axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=7)
+
+
+def _draw_panels(folder, panels, columns, xlabel=None):
+    """Write curves.svg and curves.png of `panels`, {title: a function that draws on an axis}."""
+    with _figure(folder, "curves", -(-len(panels) // columns), columns) as axes:
+        for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
+            panel(axis)
             axis.set_title(title, loc="left", fontsize=9)
-            if axis.get_legend_handles_labels()[0] and (alone or axis is axes.flat[0]):
-                axis.legend(frameon=False, fontsize=7)
-        for axis in list(axes.flat)[len(shown) :]:
+        for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
-        for axis in axes[-1]:
-            axis.set_xlabel("step")
+        if xlabel:
+            for axis in axes[-1]:
+                axis.set_xlabel(xlabel)
 
 
 @contextmanager
-def _figure(folder, name, rows, columns, size=(3.5, 2.3), **how):
-    """Axes (rows, columns) to draw on, written to name.svg and name.png of the folder in the end; `size` of a panel in inches."""
-    import matplotlib  # only where something is drawn
+def _figure(folder, name, rows, columns, size=(3.5, 2.3), **options):
+    """Axes (rows, columns) to draw on, then written to name.svg and name.png; `size` of a panel in inches."""
+    import matplotlib  # slow to load, and needed only where something is drawn
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        yield figure.subplots(rows, columns, squeeze=False, **how)
-        for kind in ("svg", "png"):
+        yield figure.subplots(rows, columns, squeeze=False, **options)
+        for kind, metadata in (("svg", {"Date": None}), ("png", None)):
             part = Path(folder) / f"{name}.part.{kind}"
-            figure.savefig(part, dpi=110, metadata={"Date": None} if kind == "svg" else None)
+            figure.savefig(part, dpi=110, metadata=metadata)
             part.replace(Path(folder) / f"{name}.{kind}")
 
 
-def or_warn(drawing, *what):
-    """Draw; nothing ends for want of a picture."""
+def or_warn(drawing, *arguments):
+    """Draw; a failed drawing only warns."""
     try:
-        drawing(*what)
-    except Exception as error:  # fonts, a full disk, a matplotlib of another time
-        warnings.warn(
-            f"no picture: {type(error).__name__}: {' '.join(str(error).split())[:200]}", stacklevel=2
-        )
+        drawing(*arguments)
+    except Exception as error:  # fonts, a full disk, another version of matplotlib
+        warnings.warn(f"no picture: {type(error).__name__}: {one_line(error)}", stacklevel=2)
 
 
-def _dots(axis, rows, form="{:.3f}", colour=COLOURS[0]):
+def _dots(axis, rows, form="{:.3f}"):
     """Values with their intervals, one below the other: rows {name: (value, low, high) or None}."""
-    for place, (value, low, high) in ((place, row) for place, row in enumerate(rows.values()) if row):
-        axis.plot([low, high], [place, place], color=colour, lw=1.4, solid_capstyle="butt")
-        axis.plot([value], [place], color=colour, marker="o", ms=4)
-        axis.annotate(
-            form.format(value), (value, place), (0, 4), textcoords="offset points", ha="center", fontsize=7
-        )
+    for y, row in enumerate(rows.values()):
+        if row is None:
+            continue
+        value, low, high = row
+        axis.plot([low, high], [y, y], color=BLUE, lw=1.4, solid_capstyle="butt")
+        axis.plot([value], [y], color=BLUE, marker="o", ms=4)
+        above = dict(xytext=(0, 4), textcoords="offset points", ha="center", fontsize=7)
+        axis.annotate(form.format(value), (value, y), **above)
     axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.7)
     axis.grid(visible=False, axis="y")
 
 
-def _accuracies(axis, rows):
+def _accuracies(rows, axis):
     _dots(axis, rows)
     axis.set_xlim(0, min(1.05, 1.1 * max(high for _, _, high in rows.values()) or 1))
 
 
-def _against_k(axis, report, colour, label):
-    """pass@k and maj@k against k, with their intervals."""
-    for word, dashes in (("pass", "-"), ("maj", "--")):
-        found = sorted(
-            (int(name.partition("@")[2]), value)
-            for name, value in report.items()
-            if name.startswith(f"{word}@")
-        )
-        found = found if word == "pass" else [(1, report["pass@1"]), *found]
-        ks, means, lows, highs = zip(*((k, *value) for k, value in found), strict=True)
-        axis.plot(ks, means, color=colour, lw=1.4, ls=dashes, marker="o", ms=3, label=f"{word}@k{label}")
-        axis.fill_between(ks, lows, highs, color=colour, alpha=0.12, lw=0)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ks, [str(k) for k in ks])
-    axis.minorticks_off()
-    axis.set_ylim(0, 1.03)
+def _against_k(sides, axis):
+    """pass@k and maj@k against k, with their intervals; sides {label: report}."""
+    for colour, (label, report) in zip(COLOURS, sides.items(), strict=False):
+        for word, dashes in (("pass", "-"), ("maj", "--")):
+            names = [name for name in report if name.startswith(f"{word}@")]
+            points = {int(name.partition("@")[2]): report[name] for name in names}
+            points.setdefault(1, report["pass@1"])  # a vote of one is that one
+            ks = sorted(points)
+            means, lows, highs = zip(*(points[k] for k in ks), strict=True)
+            axis.plot(ks, means, color=colour, lw=1.4, ls=dashes, marker="o", ms=3, label=f"{word}@k{label}")
+            axis.fill_between(ks, lows, highs, color=colour, alpha=0.12, lw=0)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ks, [str(k) for k in ks])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1.03)
+    axis.set_xlabel("k")
+    axis.legend(frameon=False, fontsize=7)
 
 
-def _what_became(axis, kinds):
-    """Shares of the answers that were right, wrong or none, and how much of each the limit cut off: kinds {name: [(length, cut off), ...]}."""
-    total = sum(map(len, kinds.values()))
-    for place, (found, colour) in enumerate(zip(kinds.values(), COLOURS[2:0:-1] + COLOURS[5:6], strict=True)):
-        share, cut = len(found) / total, sum(is_cut for _, is_cut in found) / total
-        axis.barh(place, share - cut, color=colour, height=0.6)
-        axis.barh(place, cut, left=share - cut, color=colour, alpha=0.4, height=0.6)
-        axis.text(
-            share, place, f"  {share:.1%}" + (f" ({cut:.1%} cut off)" if cut else ""), va="center", fontsize=7
-        )
-    axis.set_yticks(range(len(kinds)), list(kinds), fontsize=8)
-    axis.set_ylim(len(kinds) - 0.5, -0.5)
+def _outcomes(answers):
+    """Answers by what became of them: {outcome: [(tokens, whether the limit cut it off), ...]}."""
+    outcomes = {"right": [], "wrong": [], "no answer": []}
+    for record in answers:
+        for right, answer, length, stop in zip(
+            record["exact_match"]["strict-match"],
+            record["filtered_resps"]["strict-match"],
+            record["length"],
+            record["stop_condition"],
+            strict=True,
+        ):
+            outcome = "no answer" if answer in (None, "") else "wrong"
+            outcomes["right" if right else outcome].append((length, stop == "length"))
+    return outcomes
+
+
+def _shares(outcomes, axis):
+    """Shares of the answers that were right, wrong or none, and paler what the limit cut off of each."""
+    total = sum(map(len, outcomes.values()))
+    for y, (answers, colour) in enumerate(zip(outcomes.values(), (GREEN, ORANGE, GREY), strict=True)):
+        share, cut = len(answers) / total, sum(cut_off for _, cut_off in answers) / total
+        axis.barh(y, share - cut, color=colour, height=0.6)
+        axis.barh(y, cut, left=share - cut, color=colour, alpha=0.4, height=0.6)
+        note = f" ({cut:.1%} cut off)" if cut else ""
+        axis.text(share, y, f"  {share:.1%}{note}", va="center", fontsize=7)
+    axis.set_yticks(range(len(outcomes)), list(outcomes), fontsize=8)
+    axis.set_ylim(len(outcomes) - 0.5, -0.5)
     axis.set_xticks((0, 0.25, 0.5, 0.75, 1))
-    axis.set_xlim(0, 1.7 * max(map(len, kinds.values())) / total)
+    axis.set_xlim(0, 1.7 * max(map(len, outcomes.values())) / total)
     axis.grid(visible=False, axis="y")
 
 
-def _lengths(axis, kinds):
+def _lengths(outcomes, axis):
     """How long right and other answers are."""
-    lengths = {
-        "right": [n for n, _ in kinds["right"]],
-        "not right": [n for n, _ in kinds["wrong"] + kinds["no answer"]],
-    }
-    drawn = {name: found for name, found in lengths.items() if found}
-    axis.hist(list(drawn.values()), bins=30, histtype="step", lw=1.4, color=[COLOURS[2] if name == "right" else COLOURS[1] for name in drawn],
-              label=list(drawn), range=(0, max(map(max, drawn.values()))))  # fmt: skip
+    right = [length for length, _ in outcomes["right"]]
+    others = [length for length, _ in outcomes["wrong"] + outcomes["no answer"]]
+    drawn = [row for row in (("right", right, GREEN), ("not right", others, ORANGE)) if row[1]]
+    labels, lengths, colours = map(list, zip(*drawn, strict=True))
+    widest = (0, max(map(max, lengths)))
+    axis.hist(lengths, bins=30, histtype="step", lw=1.4, color=colours, label=labels, range=widest)
     axis.set_xlabel("tokens")
     axis.set_ylabel("answers")
     axis.legend(frameon=False, fontsize=7)
 
 
 def draw_evaluation(report, records, folder):
-    """Write curves.svg and curves.png of one evaluation: its report and its records. Panels of what it has not are left out."""
-    kinds = {"right": [], "wrong": [], "no answer": []}
-    for r in records:
-        columns = (
-            r["exact_match"]["strict-match"],
-            r["filtered_resps"]["strict-match"],
-            r["length"],
-            r["stop_condition"],
-        )
-        for right, answer, length, stop in zip(*columns, strict=True):
-            kinds["right" if right else "no answer" if answer in (None, "") else "wrong"].append(
-                (length, stop == "length")
-            )
+    """Write curves.svg and curves.png of one evaluation; panels of what it does not have are left out."""
     sides = {"": report} | ({", interacting": report["m3po"]} if "m3po" in report else {})
-    accuracies = {f"{word}{name}": (side[key], *side[f"{key}_ci95"]) for name, side in sides.items()
-                  for word, key in (("in the format", "accuracy"), ("last number", "accuracy_last_number"))}  # fmt: skip
-    panels = {"accuracy": lambda axis: _accuracies(axis, accuracies)}
+    accuracies = {}
+    for label, side in sides.items():
+        for word, key in (("in the format", "accuracy"), ("last number", "accuracy_last_number")):
+            accuracies[f"{word}{label}"] = (side[key], *side[f"{key}_ci95"])
+    panels = {"accuracy": partial(_accuracies, accuracies)}
     for key in (key for key in report if key.startswith("accuracy_by_")):
         rows = {f"{name} ({g['questions']})": (g["accuracy"], *g["ci95"]) for name, g in report[key].items()}
-        panels[f"by {key.removeprefix('accuracy_by_')} (questions)"] = lambda axis, rows=rows: _accuracies(
-            axis, rows
-        )
+        panels[f"by {key.removeprefix('accuracy_by_')} (questions)"] = partial(_accuracies, rows)
     if "pass@1" in report:
-
-        def samples(axis):
-            for colour, (name, side) in zip(COLOURS, sides.items(), strict=False):
-                _against_k(axis, side, colour, name)
-            axis.set_xlabel("k")
-            axis.legend(frameon=False, fontsize=7)
-
-        panels["samples of a question"] = samples
-    panels["what became of the answers"] = lambda axis: _what_became(axis, kinds)
-    panels["length"] = lambda axis: _lengths(axis, kinds)
-    columns = 3 if len(panels) != 4 else 2
-    with _figure(folder, "curves", -(-len(panels) // columns), columns) as axes:
-        for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
-            panel(axis)
-            axis.set_title(title, loc="left", fontsize=9)
-        for axis in list(axes.flat)[len(panels) :]:
-            axis.set_visible(False)
+        panels["samples of a question"] = partial(_against_k, sides)
+    outcomes = _outcomes(records)
+    panels["what became of the answers"] = partial(_shares, outcomes)
+    panels["length"] = partial(_lengths, outcomes)
+    _draw_panels(folder, panels, 2 if len(panels) == 4 else COLUMNS)
 
 
-def draw_comparison(found, folder, name="compare"):
-    """Write name.svg and name.png of what compare.compare found: the sides' accuracies, and the paired difference of each from the first."""
-    first, sides = found[0], [found[0]["a"], *(f["b"] for f in found)]
-    names = [
-        Path(side.split(",")[0]).name + (f" and {side.count(',')} more" if "," in side else "")
-        for side in sides
-    ]
-    names = names if len(set(names)) == len(names) else sides
-    accuracies = [
-        (first["accuracy_a"], *first["accuracy_a_ci95"]),
-        *((f["accuracy_b"], *f["accuracy_b_ci95"]) for f in found),
-    ]
-    differences = [None, *((f["difference"], *f["difference_ci95"]) for f in found)]
-    with _figure(
-        folder, name, 1, 2, (3.5 + 0.03 * max(map(len, names)), 0.9 + 0.35 * len(names)), sharey=True
-    ) as axes:
-        left, right = axes[0]
+def draw_comparison(results, folder, name="compare"):
+    """Write name.svg and name.png of a comparison's results.
+
+    The sides' accuracies, and the paired difference of each from the first.
+    """
+    first = results[0]
+    sides = [first["a"], *(result["b"] for result in results)]
+    names = [_short_name(side) for side in sides]
+    if len(set(names)) < len(names):
+        names = sides
+    accuracies = [(first["accuracy_a"], *first["accuracy_a_ci95"])]
+    accuracies += [(result["accuracy_b"], *result["accuracy_b_ci95"]) for result in results]
+    differences = [None, *((result["difference"], *result["difference_ci95"]) for result in results)]
+    size = (3.5 + 0.03 * max(map(len, names)), 0.9 + 0.35 * len(names))
+    with _figure(folder, name, 1, 2, size, sharey=True) as [[left, right]]:
         _dots(right, dict(zip(names, differences, strict=True)), "{:+.3f}")
-        _accuracies(left, dict(zip(names, accuracies, strict=True)))
+        _accuracies(dict(zip(names, accuracies, strict=True)), left)
         left.set_title("accuracy", loc="left", fontsize=9)
         right.set_title("difference from the first, paired", loc="left", fontsize=9)
-        right.axvline(0, color=COLOURS[5], lw=0.8, ls="--")
+        right.axvline(0, color=GREY, lw=0.8, ls="--")
         left.set_xlabel(f"{first['questions']} questions, 95% intervals", fontsize=8)
+
+
+def _short_name(side):
+    """The last part of a side's path, and how many more evaluations the side has."""
+    first, *others = side.split(",")
+    return Path(first).name + (f" and {len(others)} more" if others else "")

@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from errors import RunError, SettingError
 from learning.models import merged_state
 from learning.parallel import first_over_processes
+from problems.prompts import system_prompt
+from problems.sources import HUB
 from reporting.card import model_card, push
 from reporting.files import FINISHED, LOGS, write_whole
-from running.settings import resolved
+from running.settings import names_with, resolved
 
 
 def refuse_used(config):
@@ -125,13 +127,19 @@ def finish(run):
     if run.accelerator.is_main_process:
         if config.save_adapter:
             save_adapter(run.learner.policy, folder / "adapter")
-        write_whole(folder / "README.md", model_card(config, folder))
+        write_whole(folder / "README.md", _card(config, folder))
         write_whole(folder / FINISHED, json.dumps({"step": run.progress.step}) + "\n")
         (folder / ".lock").unlink(missing_ok=True)
         run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
     run.accelerator.wait_for_everyone()
     if config.push_to_hub and run.accelerator.is_main_process:
-        run.say(f"uploaded to {push(config, folder)}")
+        run.say(f"uploaded to {push(folder, config.hub_model_id, config.hub_private)}")
+
+
+def _card(config, folder):
+    address = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
+    recipe = names_with(type(config), "in_card")
+    return model_card(resolved(config), folder, system_prompt(config), address, recipe)
 
 
 def save_adapter(model, folder):

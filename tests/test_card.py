@@ -27,42 +27,28 @@ def test_the_card_tells_what_was_done_and_loads(recipe_run):
 
 def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path, monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(
-        card.HfApi, "create_repo", lambda self, *args, **kwargs: calls.append(("create", args, kwargs))
-    )
-    monkeypatch.setattr(
-        card.HfApi,
-        "upload_folder",
-        lambda self, **kwargs: calls.append(("upload", kwargs)) or "https://example.org/me/mine",
-    )
-    config = config_of(
-        "oneshot",
-        recipe_start,
-        tmp_path / "out",
-        grpo_train,
-        push_to_hub=True,
-        hub_model_id="me/mine",
-        save_every=1,
-    )
+
+    def create_repo(self, repository, **options):
+        calls.append((repository, options))
+
+    def upload_folder(self, **options):
+        calls.append(options)
+        return "https://example.org/me/mine"
+
+    monkeypatch.setattr(card.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(card.HfApi, "upload_folder", upload_folder)
+    settings = dict(push_to_hub=True, hub_model_id="me/mine", save_every=1)
+    config = config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **settings)
     grpo_train.train(config)
     (tmp_path / "out" / "wandb" / "run").mkdir(parents=True)
     (tmp_path / "out" / "wandb" / "run" / "tokenizer.json").write_text("{}")
-    (_, args, kwargs), (_, upload) = calls
-    assert args == ("me/mine",)
-    assert kwargs == {"private": True, "exist_ok": True}
+    created, upload = calls
+    assert created == ("me/mine", {"private": True, "exist_ok": True})
     files = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()]
-    sent = set(
-        filter_repo_objects(
-            files, allow_patterns=upload["allow_patterns"], ignore_patterns=upload["ignore_patterns"]
-        )
-    )
-    assert {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "generation_config.json",
-    } <= sent
+    patterns = {name: upload[name] for name in ("allow_patterns", "ignore_patterns")}
+    sent = set(filter_repo_objects(files, **patterns))
+    needed = "README.md config.json model.safetensors tokenizer.json generation_config.json"
+    assert set(needed.split()) <= sent
     assert not any("/" in name or "jsonl" in name or "run_config" in name for name in sent), (
         "no checkpoint, no log, no path of this machine"
     )
@@ -74,12 +60,11 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path,
         raise OSError("401 unauthorized")
 
     monkeypatch.setattr(card.HfApi, "create_repo", refuses)
-    with pytest.raises(
-        RunError, match=r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"
-    ):
-        card.push(config, tmp_path / "out")
+    reason = r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"
+    with pytest.raises(RunError, match=reason):
+        card.push(tmp_path / "out", config.hub_model_id, config.hub_private)
     with pytest.raises(SettingError, match="hub_model_id"):
-        parse_config(grpo_train.Config, ["--push_to_hub", "true"])
+        parse_config(grpo_train.Config, "--push_to_hub true".split())
 
 
 def test_the_saved_model_loads_in_a_plain_pipeline(recipe_run):

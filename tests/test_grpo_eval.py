@@ -15,22 +15,24 @@ from test_sft_train import encoded
 
 import grpo_eval
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Completion
 from errors import SettingError
+from reporting import evaluation
+from reporting.evaluation import summarise
 from reporting.statistics import over_questions
 from running.folder import save_model
 from small_models import build_model
 
 
-def record(strict, flexible, length=(5,), stop=("eos",)):
-    return {"exact_match": {"strict-match": list(strict), "flexible-extract": list(flexible)},
-            "resps": ["x"] * len(strict), "length": list(length) * len(strict),
-            "stop_condition": list(stop) * len(strict), "reward": [1.0] * len(strict), "filtered_resps": {"strict-match": ["1"] * len(strict)}}  # fmt: skip
+def record(strict, flexible):
+    """The record of a question with one answer."""
+    answer = {"resps": ["x"], "length": [5], "stop_condition": ["eos"], "reward": [1.0]}
+    scores = {"strict-match": [strict], "flexible-extract": [flexible]}
+    return answer | {"exact_match": scores, "filtered_resps": {"strict-match": ["1"]}}
 
 
 def test_the_summary_counts_skipped_questions_as_wrong():
-    records = [record([1.0], [1.0]), record([0.0], [1.0]), record([1.0], [1.0])]
-    report = grpo_eval.summarise(records, skipped=1)
+    records = [record(1.0, 1.0), record(0.0, 1.0), record(1.0, 1.0)]
+    report = summarise(records, skipped=1)
     assert report["questions"] == 4
     assert report["accuracy"] == 0.5
     assert report["accuracy_last_number"] == 0.75
@@ -42,7 +44,7 @@ def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
         {"question": "pens " * n, "answer": str(n), "operation": "plus" if n % 2 else "minus", "digits": n}
         for n in range(1, 7)
     ]
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "test.jsonl", rows)
     flags = dict(
         model=str(tmp_path / "model"),
         dataset=str(tmp_path),
@@ -63,17 +65,14 @@ def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
 def test_wilson_s_interval_by_hand():
     n, k, z = 20, 5, 1.959964
     p = k / n
-    centre, half = (
-        (p + z * z / 2 / n) / (1 + z * z / n),
-        z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n),
-    )
-    assert over_questions([1] * k + [0] * (n - k))[1:] == pytest.approx(
-        [centre - half, centre + half], abs=1e-4
-    )
+    centre = (p + z * z / 2 / n) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
+    interval = pytest.approx([centre - half, centre + half], abs=1e-4)
+    assert over_questions([1] * k + [0] * (n - k))[1:] == interval
 
 
 def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
-    """Four answers a question are not four questions: 100 questions that are wholly right or wholly wrong are 100 draws."""
+    """Four answers a question are not four questions: 100 that are wholly right or wrong are 100 draws."""
     scores = [0.0, 0.25, 0.5, 1.0] * 50
     _, low, high = over_questions(scores)
     mean, error = sum(scores) / 200, (sum((s - sum(scores) / 200) ** 2 for s in scores) / 200 / 200) ** 0.5
@@ -90,9 +89,8 @@ def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
     problem = encoded(tokenizer, "q", "17", "")
     texts = ["<answer>17</answer>", "it is 17", "<answer>1</answer> 17", ""]
-    rows = [tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts]
-    answers = [Completion(ids, decoder.text(ids, True), True) for ids in rows]
-    [r] = grpo_eval.grade([problem], [grpo_eval.as_texts(answers)], "xml")
+    completions = [(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]
+    [r] = grpo_eval.grade([problem], [grpo_eval.answers_of(decoder, completions)], "xml")
     assert r["resps"] == texts
     assert r["exact_match"] == {
         "strict-match": [1.0, 0.0, 0.0, 0.0],
@@ -100,13 +98,26 @@ def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     }
 
 
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Evaluations without their pictures, which take longer than the answers of a tiny model."""
+    monkeypatch.setattr(evaluation, "draw_evaluation", lambda *_: None)
+
+
 @pytest.fixture
 def saved(tokenizer, tmp_path):
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "test.jsonl").write_text(
-        "".join(json.dumps({"question": "pens " * n, "answer": str(n)}) + "\n" for n in (1, 2, 3, 300))
-    )
+    rows = [{"question": "pens " * n, "answer": str(n)} for n in (1, 2, 3, 300)]
+    write_rows(tmp_path / "d" / "test.jsonl", rows)
     return tmp_path
 
 
@@ -121,34 +132,25 @@ def evaluate(saved, name, **kwargs):
     return grpo_eval.evaluate(grpo_eval.Config(**settings, name=name, **kwargs))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_evaluation_writes_its_report_and_every_completion(saved):
     report, folder = evaluate(saved, "a", num_samples=3, temperature=0.7)
     assert report["questions"] == 4
     assert report["skipped"] == 1
     assert json.loads((folder / "report.json").read_text()) == report
-    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    records = rows_of(folder / "samples.jsonl")
     assert [len(r["resps"]) for r in records] == [3, 3, 3]
-    assert {
-        "doc_id",
-        "prompt_hash",
-        "prompt",
-        "target",
-        "resps",
-        "filtered_resps",
-        "exact_match",
-        "reward",
-    } <= set(records[0])
-    again, other = (
-        evaluate(saved, "b", num_samples=3, temperature=0.7, batch_size=3),
-        evaluate(saved, "c", num_samples=3, temperature=0.7, seed=1),
+    names = "doc_id prompt_hash prompt target resps filtered_resps exact_match reward"
+    assert set(names.split()) <= set(records[0])
+    _, again = evaluate(saved, "b", num_samples=3, temperature=0.7, batch_size=3)
+    _, other = evaluate(saved, "c", num_samples=3, temperature=0.7, seed=1)
+    samples, same, others = (
+        [row["resps"] for row in rows_of(f / "samples.jsonl")] for f in (folder, again, other)
     )
-    samples = [
-        [json.loads(line)["resps"] for line in (f / "samples.jsonl").read_text().splitlines()]
-        for f in (folder, again[1], other[1])
-    ]
-    assert samples[0] == samples[1] != samples[2]
+    assert samples == same != others
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_evaluation_is_never_overwritten(saved):
     evaluate(saved, "a")
     with pytest.raises(SettingError, match="holds an evaluation already"):
@@ -166,7 +168,7 @@ def test_an_evaluation_is_never_overwritten(saved):
     ],
 )
 def test_settings_that_gave_noise_or_a_traceback_at_the_end_are_refused(name, value):
-    """The first three were answered with, in silence; the last lost all answers when they were to be written."""
+    """The first three were answered with, in silence; the last lost all answers when it came to writing."""
     with pytest.raises(SettingError, match=f"^{name}="):
         grpo_eval.Config(model="m", **{"questions": "q.txt", name: value})
 
@@ -176,6 +178,7 @@ def test_several_greedy_answers_are_refused():
         grpo_eval.Config(model="m", num_samples=4)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     settings = dict(
         model=str(saved / "model"),
@@ -187,53 +190,42 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     )
     settings |= dict(output_dir=str(saved / "runs"), max_prompt_length=200)
     report, folder = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.5, name="together"))
-    rows, together = (
-        [json.loads(line)["resps"] for line in (folder / name).read_text().splitlines()]
-        for name in ("samples.jsonl", "samples_m3po.jsonl")
-    )
+    rows = [row["resps"] for row in rows_of(folder / "samples.jsonl")]
+    together = [row["resps"] for row in rows_of(folder / "samples_m3po.jsonl")]
     assert report["m3po"]["against_single_paths"]["questions"] == len(together) == 3
     assert rows != together
     _, other = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.0, name="alone"))
-    assert [
-        json.loads(line)["resps"] for line in (other / "samples_m3po.jsonl").read_text().splitlines()
-    ] == rows, "the same draws"
+    unblended = [row["resps"] for row in rows_of(other / "samples_m3po.jsonl")]
+    assert unblended == rows, "the same draws"
     with pytest.raises(SettingError, match="paths need each other"):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
 
 
 def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn(saved, monkeypatch, capsys):
     rows = [{"question": f"{n} pens", "answer": str(n), "level": f"Level {n % 2}"} for n in range(6)]
-    (saved / "d" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(saved / "d" / "test.jsonl", rows)
     folders = [evaluate(saved, "a")[1], evaluate(saved, "b", num_samples=4, temperature=1.0)[1]]
     alone, sampled = ((folder / "curves.svg").read_text() for folder in folders)
-    for words, there in (
-        ("accuracy", (True, True)),
-        ("by level", (True, True)),
-        ("by subject", (False, False)),
-        ("maj@k", (False, True)),
-    ):
-        assert (words in alone, words in sampled) == there, words
+    for words in ("accuracy", "by level"):
+        assert words in alone
+        assert words in sampled
+    assert "by subject" not in alone + sampled
+    assert "maj@k" in sampled
+    assert "maj@k" not in alone
     assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
     folders[1] = evaluate(saved, "c")[1]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "pictures")],
-    )
+    words = f"grpo_eval.py --compare {folders[0]} {folders[1]} --output_dir"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(saved / "pictures")])
     grpo_eval.main()
     assert (saved / "pictures" / "compare.svg").exists()
     *_, where, last = capsys.readouterr().out.splitlines()
     assert where == f"drawn in {saved / 'pictures' / 'compare'}.svg and .png"
     assert json.loads(last)[0]["difference"] == 0.0
     (saved / "file").touch()
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["grpo_eval.py", "--compare", *map(str, folders), "--output_dir", str(saved / "file" / "pictures")],
-    )
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(saved / "file" / "pictures")])
     with pytest.raises(SettingError, match=r"output_dir.*cannot be made \(Not a directory\)"):
         grpo_eval.main()
-    monkeypatch.setattr(grpo_eval, "draw_evaluation", None)
+    monkeypatch.setattr(evaluation, "draw_evaluation", None)
     with pytest.warns(UserWarning, match="no picture: TypeError"):
         evaluate(saved, "d")
     assert (saved / "runs" / "d" / "report.json").exists(), (
@@ -244,12 +236,8 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
 @pytest.fixture
 def many(saved):
     """Thirty questions of different lengths."""
-    (saved / "d" / "test.jsonl").write_text(
-        "".join(
-            json.dumps({"question": "pens " * (1 + n % 7) + str(n), "answer": str(n)}) + "\n"
-            for n in range(30)
-        )
-    )
+    rows = [{"question": "pens " * (1 + n % 7) + str(n), "answer": str(n)} for n in range(30)]
+    write_rows(saved / "d" / "test.jsonl", rows)
     return saved
 
 
@@ -259,18 +247,18 @@ def texts_of(folder):
 
 def cut_off(monkeypatch, after, run):
     """Run until `after` questions have ended."""
-    seen, real = [], grpo_eval.as_texts
+    ended, real = [], grpo_eval.answers_of
 
     def dies(*args):
-        seen.append(args)
-        if len(seen) > after:
+        ended.append(args)
+        if len(ended) > after:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(grpo_eval, "as_texts", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    monkeypatch.setattr(grpo_eval, "as_texts", real)
+    with monkeypatch.context() as patched:
+        patched.setattr(grpo_eval, "answers_of", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run()
 
 
 SAMPLED = dict(num_samples=3, temperature=0.8)
@@ -284,6 +272,7 @@ SAMPLED = dict(num_samples=3, temperature=0.8)
         (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21)),
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(
     many, monkeypatch, capsys, settings, after
 ):
@@ -306,12 +295,11 @@ def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_going_on_with_other_settings_questions_or_weights_is_refused(many, monkeypatch, tokenizer):
     cut_off(monkeypatch, 5, lambda: evaluate(many, "cut"))
-    with pytest.raises(
-        SettingError,
-        match=r"unfinished evaluation of another kind \(temperature 0\.0 there, 0\.5 here\): give another --name",
-    ):
+    kind = r"unfinished evaluation of another kind \(temperature 0\.0 there, 0\.5 here\)"
+    with pytest.raises(SettingError, match=f"{kind}: give another --name"):
         evaluate(many, "cut", temperature=0.5)
     rows = (many / "d" / "test.jsonl").read_text()
     (many / "d" / "test.jsonl").write_text(rows.replace("pens", "Pens"))
@@ -327,9 +315,8 @@ def test_going_on_with_other_settings_questions_or_weights_is_refused(many, monk
 
 @pytest.mark.slow
 def test_two_processes_killed_and_gone_on_with_by_one_give_the_same_numbers(many):
-    (many / "d" / "test.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n} pens", "answer": str(n)}) + "\n" for n in range(400))
-    )
+    rows = [{"question": f"{n} pens", "answer": str(n)} for n in range(200)]
+    write_rows(many / "d" / "test.jsonl", rows)
     flags = dict(
         model=many / "model",
         dataset=many / "d",
@@ -357,7 +344,7 @@ def test_two_processes_killed_and_gone_on_with_by_one_give_the_same_numbers(many
     run.communicate(timeout=60)
     time.sleep(1)  # its processes end with it
     there = sum(file.read_text().count("\n") for file in files)
-    assert 8 <= there < 400
+    assert 8 <= there < 200
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
     report, folder = grpo_eval.evaluate(grpo_eval.Config(**settings))
     whole, left_alone = grpo_eval.evaluate(grpo_eval.Config(**settings | dict(name="whole", batch_size=64)))

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,7 +20,10 @@ from decoding.tokens import token_pieces
 from reporting.__main__ import main
 from reporting.page import evenly, page, read_evaluations, read_groups, summary, write_report
 
-HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
+HOSTILE = (
+    "</script><script>document.title = 'taken'</script>"
+    "<img src=x onerror=\"document.title='taken'\"><b>bold</b> &amp; {{DATA}}"
+)
 G, LENGTH = 4, 6
 
 
@@ -28,23 +32,26 @@ def write_lines(path, rows):
 
 
 def a_rollout(step, generation, detailed, length=LENGTH, text="12 + 5 = 17 ok"):
-    record = {"schema_version": 1, "step": step, "example_id": f"train-{step}", "generation": generation, "prompt": f"How many? {HOSTILE}", "completion": text,
-              "answer": "17", "extracted": "17", "right": generation < 2, "reward": 2.0 if generation < 2 else 0.5, "rewards": {"correctness": 1.0},
-              "advantage": 0.5 if generation < 2 else -0.5, "length": length, "stop_condition": "eos"}  # fmt: skip
+    right = generation < 2
+    record = dict(schema_version=1, step=step, example_id=f"train-{step}", generation=generation)
+    record |= dict(prompt=f"How many? {HOSTILE}", completion=text, answer="17", extracted="17", right=right)
+    record |= dict(reward=2.0 if right else 0.5, rewards={"correctness": 1.0})
+    record |= dict(advantage=0.5 if right else -0.5, length=length, stop_condition="eos")
     if detailed:
         weights = bytearray(length * G)
         for t in range(length - 1):  # path g hears its neighbour most, then the one after
             weights[t * G + (generation + 1) % G], weights[t * G + (generation + 2) % G] = 204, 51
         pieces = [f" {generation}{t}" for t in range(length)]
         pieces[2] = HOSTILE if generation == 1 else pieces[2]
-        record |= {"tokens": list(range(length)), "pieces": pieces, "logps": [-0.1 * t for t in range(length)], "think_end": length - 1,
-                   "mix": base64.b64encode(bytes(weights)).decode(), "alone": {"3": " other"} if generation == 0 else {}}  # fmt: skip
+        record |= dict(tokens=list(range(length)), pieces=pieces, logps=[-0.1 * t for t in range(length)])
+        record |= dict(think_end=length - 1, mix=base64.b64encode(bytes(weights)).decode())
+        record |= dict(alone={"3": " other"} if generation == 0 else {})
     return record
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder as a run of M3PO leaves it: three steps, the first group of each with its tokens; two evaluations."""
+    """A folder as a run of M3PO leaves it: three steps, each with a group with tokens; two evaluations."""
     folder = tmp_path_factory.mktemp("runs") / "a <run>"
     folder.mkdir()
     write_lines(
@@ -59,10 +66,14 @@ def run(tmp_path_factory):
     metrics[2] |= {"eval_accuracy": 0.5, "eval_questions": 4}
     write_lines(folder / "metrics.jsonl", metrics)
     rights = {0: (True, False, False, False), 3: (False, True, True, False)}
-    answers = [
-        {"step": step, "example_id": f"train-{q}", "question": f"Question {q}?", "answer": "17", "right": right, "length": 3,
-         "extracted": "17" if right else None, "completion": f"said after {step}: {HOSTILE}"} for step in rights for q, right in enumerate(rights[step])
-    ]  # fmt: skip
+    answers = []
+    for step in rights:
+        for q, right in enumerate(rights[step]):
+            row = dict(
+                step=step, example_id=f"train-{q}", question=f"Question {q}?", answer="17", right=right
+            )
+            row |= dict(length=3, extracted="17" if right else None)
+            answers.append(row | dict(completion=f"said after {step}: {HOSTILE}"))
     write_lines(folder / "evaluations.jsonl", answers)
     (folder / "run_config.yaml").write_text(
         yaml.safe_dump({"model": "tiny", "m3po_lambda": 0.1, "beta": None})
@@ -124,27 +135,27 @@ def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path
             for g in range(G)
         ],
     )
-    groups, _ = read_groups(path, most=40 * G)
+    groups, _ = read_groups(path, max_rollouts=40 * G)
     assert len(groups) == 40
     assert all("pieces" in path for group in groups for path in group["paths"])
     steps = [group["step"] for group in groups]
     assert (steps[0], steps[-1]) == (1, 100)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
-    more, _ = read_groups(path, most=150 * G)
+    more, _ = read_groups(path, max_rollouts=150 * G)
     assert sum("pieces" in group["paths"][0] for group in more) == 100
     assert len(more) == 150
     assert evenly([1, 2, 3], 0) == []
 
 
 def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
-    """All that a run had said lay in memory, beside the training; 2,000 completions of 4,096 tokens made a page of 270 MB."""
+    """The whole of rollouts.jsonl lay in memory; 2,000 completions of 4,096 tokens made a page of 270 MB."""
     path = tmp_path / "rollouts.jsonl"
     write_lines(
         path, [a_rollout(step, g, step % 2 == 0, length=200) for step in range(1, 401) for g in range(G)]
     )
     written = path.stat().st_size
     tracemalloc.start()
-    groups, _ = read_groups(path, most_bytes=written // 10)
+    groups, _ = read_groups(path, max_bytes=written // 10)
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(json.dumps(groups)) < written // 10
@@ -227,7 +238,10 @@ def byte_fallback_tokenizer():
 
 
 def test_bytes_that_are_no_text_end_no_run(tokenizer):
-    """tokenizers' DecodeStream raised "Invalid prefix encountered" on a byte, a half character and a space: the run was over, for the sake of its log."""
+    """tokenizers' DecodeStream raised "Invalid prefix encountered" on a byte, a half character and a space.
+
+    The run ended, for the sake of its log.
+    """
     fallback, generator = byte_fallback_tokenizer(), random.Random(0)
     a, letter = fallback.convert_tokens_to_ids(["▁a", "b"])
     for text in ("naïve 🙂 数", "   "):
@@ -240,12 +254,19 @@ def test_bytes_that_are_no_text_end_no_run(tokenizer):
             assert len(token_pieces(some, ids)) == len(ids)
 
 
-def test_a_long_row_of_half_characters_is_no_work(tokenizer):
+def test_the_pieces_of_a_long_row_of_half_characters_take_linear_time(tokenizer):
     """A policy that says one byte over and over; 4,096 of them took 5 seconds."""
     half = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "�")
-    started = time.perf_counter()
-    assert "".join(token_pieces(tokenizer, [half] * 4096)) == "�" * 4096
-    assert time.perf_counter() - started < 1
+
+    def seconds(count):
+        times = []
+        for _ in range(3):
+            started = time.process_time()
+            assert "".join(token_pieces(tokenizer, [half] * count)) == "�" * count
+            times.append(time.process_time() - started)
+        return min(times)
+
+    assert seconds(4096) < 9 * seconds(1024)
 
 
 CHROMIUM = next(
@@ -266,32 +287,34 @@ def browser():
 
 @pytest.fixture
 def opened(browser, run):
-    """The page in a browser, the messages of its console, and what it asked for."""
+    """The page in a browser: its tab, the messages of its console, and the addresses that it asked for."""
     tab = browser.new_page(viewport={"width": 1366, "height": 800})
-    said, asked = [], []
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on("request", lambda request: asked.append(request.url))
+    page = SimpleNamespace(tab=tab, messages=[], requests=[])
+    tab.on("console", lambda message: page.messages.append(message.text))
+    tab.on("pageerror", lambda error: page.messages.append(str(error)))
+    tab.on("request", lambda request: page.requests.append(request.url))
     tab.goto(write_report(run).as_uri())
     tab.wait_for_selector(".path")
-    yield tab, said, asked
+    yield page
     tab.close()
 
 
-def test_it_loads_without_a_word_and_asks_nobody_for_anything(opened, run):
-    tab, said, asked = opened
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == [(run / "report.html").as_uri()]
+def test_it_loads_without_a_message_and_requests_nothing_else(opened, run):
+    tab = opened.tab
+    assert opened.messages == []
+    requests = [url for url in opened.requests if not url.startswith("data:")]
+    assert requests == [(run / "report.html").as_uri()]
     assert tab.title() == "a <run>"
     tab.evaluate(
         "const image = new Image(); image.src = 'http://127.0.0.1:9/x.png'; document.body.append(image)"
     )
     tab.wait_for_timeout(100)
-    assert any("Content Security Policy" in message for message in said), "the page's own policy forbids it"
+    blocked = ["Content Security Policy" in message for message in opened.messages]
+    assert any(blocked), "the page's own policy forbids it"
 
 
 def test_a_click_on_a_token_shows_the_weights_that_stand_in_the_file(opened):
-    tab, _, _ = opened
+    tab = opened.tab
     tab.locator('.text[data-path="0"] [data-t="3"]').click()
     shown = tab.locator("#detail .now .weight")
     assert [(w.get_attribute("data-peer"), w.inner_text().split()[2]) for w in shown.all()] == [
@@ -308,7 +331,7 @@ def test_a_click_on_a_token_shows_the_weights_that_stand_in_the_file(opened):
 
 
 def test_markup_and_script_of_a_model_show_as_text(opened):
-    tab, said, _ = opened
+    tab = opened.tab
     assert HOSTILE in tab.locator('.text[data-path="1"]').inner_text()
     tab.locator("summary", has_text="Prompt").click()
     assert HOSTILE in tab.locator("#group pre").inner_text()
@@ -316,11 +339,11 @@ def test_markup_and_script_of_a_model_show_as_text(opened):
     assert HOSTILE in tab.locator("#flipped pre").first.inner_text()
     assert tab.locator(".text b, .text img, pre b, pre img").count() == 0
     assert tab.title() == "a <run>"
-    assert said == []
+    assert opened.messages == []
 
 
 def test_groups_are_filtered_searched_and_walked_through_by_keyboard(opened):
-    tab, said, _ = opened
+    tab = opened.tab
     position = tab.locator("#position")
     assert position.inner_text() == "1 of 3 groups", "those with their tokens, where there are some"
     tab.select_option("#filter", "all")
@@ -333,13 +356,13 @@ def test_groups_are_filtered_searched_and_walked_through_by_keyboard(opened):
     tab.select_option("#filter", "turned")
     assert position.inner_text() == "1 of 3 groups"
     tab.select_option("#filter", "right")
-    assert position.inner_text() == "no group is like that"
+    assert position.inner_text() == "no group matches"
     tab.select_option("#filter", "all")
     tab.fill("#search", "TRAIN-2")
     assert position.inner_text() == "1 of 2 groups"
     tab.fill("#search", "")
     tab.fill("#low", "3")
-    assert position.inner_text() == "no group is like that"
+    assert position.inner_text() == "no group matches"
     tab.fill("#low", "")
     tab.select_option("#step", "3")
     assert position.inner_text() == "1 of 2 groups"
@@ -355,16 +378,16 @@ def test_groups_are_filtered_searched_and_walked_through_by_keyboard(opened):
     tab.locator('.text[data-path="2"]').focus()
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("n")
-    assert "path 2, token 2 of 6" in tab.locator("#detail").inner_text(), "the same place of the next group"
+    assert "path 2, token 2 of 6" in tab.locator("#detail").inner_text(), "the same token of the next group"
     tab.keyboard.press("Escape")
     assert tab.locator("#detail").inner_text() == ""
     for _ in range(4):
         tab.keyboard.press("c")
-    assert said == []
+    assert opened.messages == []
 
 
 def test_flips_between_evaluations(opened):
-    tab, _, _ = opened
+    tab = opened.tab
     kind = tab.locator("#flips select").nth(2)
     names = ["wrong to right (2)", "right to wrong (1)", "right both times (0)", "wrong both times (1)"]
     assert kind.locator("option").all_inner_texts() == names
@@ -374,40 +397,61 @@ def test_flips_between_evaluations(opened):
     ]
 
 
+def open_in(browser, path, groups, script=""):
+    """A tab with the page at `path`, opened; `script` runs before the page's own."""
+    tab = browser.new_page()
+    tab.add_init_script(script)
+    tab.goto(path.as_uri())
+    tab.wait_for_selector(".path")
+    assert f"1 of {groups} groups" in tab.locator("#position").inner_text()
+    return tab
+
+
 def seconds_to_open(browser, path, groups):
-    """The better of two times until the first group stands there."""
+    """The best of three times until the first group is shown."""
     seconds = []
-    for _ in range(2):
-        tab = browser.new_page()
+    for _ in range(3):
         started = time.perf_counter()
-        tab.goto(path.as_uri())
-        tab.wait_for_selector(".path")
+        tab = open_in(browser, path, groups)
         seconds.append(time.perf_counter() - started)
-        assert f"1 of {groups} groups" in tab.locator("#position").inner_text()
+        assert tab.locator(".text span[data-t]").count() == G * 400, "only the group that is shown is made"
         tab.close()
     return min(seconds)
 
 
 @pytest.mark.slow
-def test_two_thousand_rollouts_open_in_two_seconds(browser, tmp_path):
-    write_lines(
-        tmp_path / "rollouts.jsonl",
-        [a_rollout(step, g, True, length=400) for step in range(1, 501) for g in range(G)],
-    )
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
-    assert seconds_to_open(browser, write_report(tmp_path), groups=500) < 2
+def test_two_thousand_rollouts_open_in_time_linear_in_their_number(browser, tmp_path):
+    def page_of(groups):
+        folder = tmp_path / str(groups)
+        folder.mkdir()
+        rows = [a_rollout(step, g, True, length=400) for step in range(1, groups + 1) for g in range(G)]
+        write_lines(folder / "rollouts.jsonl", rows)
+        write_lines(folder / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+        return write_report(folder)
+
+    few, many = (seconds_to_open(browser, page_of(groups), groups) for groups in (125, 500))
+    assert many < 8 * few
+
+
+COUNT_COLOURS = """
+window.coloursSet = 0;
+const fillStyle = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, "fillStyle");
+Object.defineProperty(CanvasRenderingContext2D.prototype, "fillStyle", {
+  get() { return fillStyle.get.call(this); },
+  set(value) { window.coloursSet += 1; fillStyle.set.call(this, value); },
+});
+"""
 
 
 @pytest.mark.slow
-def test_a_group_of_64_paths_that_all_hear_each_other_opens_soon(browser, tmp_path):
+def test_a_group_of_64_paths_that_all_hear_each_other_sets_a_colour_for_each_pair_only(browser, tmp_path):
     """It took 3.5 seconds: a colour was read from text for each of 1.6 million weights."""
-    some = [
-        a_rollout(1, g, False, length=400) | {"pieces": [" x"] * 400, "logps": [-1.0] * 400, "think_end": 399}
-        for g in range(64)
-    ]
-    write_lines(
-        tmp_path / "rollouts.jsonl",
-        [r | {"mix": base64.b64encode(bytes([4] * 64 * 399 + [0] * 64)).decode()} for r in some],
-    )
+    size, length = 64, 400
+    mix = base64.b64encode(bytes([4] * size * (length - 1) + [0] * size)).decode()
+    tokens = dict(pieces=[" x"] * length, logps=[-1.0] * length, think_end=length - 1, mix=mix)
+    rows = [a_rollout(1, g, False, length=length) | tokens for g in range(size)]
+    write_lines(tmp_path / "rollouts.jsonl", rows)
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
-    assert seconds_to_open(browser, write_report(tmp_path), groups=1) < 2.5
+    tab = open_in(browser, write_report(tmp_path), groups=1, script=COUNT_COLOURS)
+    assert size * size <= tab.evaluate("window.coloursSet") <= size * (size + 1), "and one for the bar"
+    tab.close()

@@ -98,7 +98,7 @@ def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(
 ):
     server.mood = mood
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
-    report, folder = grpo_eval.evaluate_server(
+    report, folder = grpo_eval.evaluate(
         settings_of(server, data, tmp_path, api_timeout=0.5 if mood == "slow" else 5.0)
     )
     assert (report["questions"], report["accuracy"], report["model"], report["truncated"]) == (
@@ -120,27 +120,27 @@ def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(
 def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(server, data, tmp_path):
     server.mood = "refuses"
     with pytest.raises(RunError, match=r"refused the request: 401 .*no key"):
-        grpo_eval.evaluate_server(settings_of(server, data, tmp_path))
+        grpo_eval.evaluate(settings_of(server, data, tmp_path))
     server.mood = "odd"
     with pytest.raises(RunError, match="something else than a completion"):
-        grpo_eval.evaluate_server(settings_of(server, data, tmp_path))
+        grpo_eval.evaluate(settings_of(server, data, tmp_path))
     server.models = ["a", "b"]
     with pytest.raises(SettingError, match="the server has 2 models: name one of a, b"):
-        grpo_eval.evaluate_server(settings_of(server, data, tmp_path))
+        grpo_eval.evaluate(settings_of(server, data, tmp_path))
 
 
 def test_an_evaluation_of_a_server_that_went_away_asks_the_rest_only(server, data, tmp_path):
     common = dict(num_samples=2, temperature=1.0, api_at_once=1)
-    whole, folder = grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="whole", **common))
+    whole, folder = grpo_eval.evaluate(settings_of(server, data, tmp_path, name="whole", **common))
     first, server.seen[:], server.dies_after = [body for _, body in server.seen], [], 5
     with pytest.raises(RunError, match="refused the request"):
-        grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="cut", **common))
+        grpo_eval.evaluate(settings_of(server, data, tmp_path, name="cut", **common))
     server.dies_after = None
     server.models = ["other"]
     with pytest.raises(SettingError, match=r"\(answerer 'only' there, 'other' here\)"):
-        grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="cut", **common))
+        grpo_eval.evaluate(settings_of(server, data, tmp_path, name="cut", **common))
     server.models = ["only"]
-    report, again = grpo_eval.evaluate_server(settings_of(server, data, tmp_path, name="cut", **common))
+    report, again = grpo_eval.evaluate(settings_of(server, data, tmp_path, name="cut", **common))
     assert {**report, "seconds": 0} == {**whole, "seconds": 0}
     assert (again / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
     asked = Counter(json.dumps(body) for _, body in server.seen)
@@ -163,7 +163,7 @@ def test_a_server_that_is_not_there_is_an_error_in_one_line(data, tmp_path, monk
         output_dir=str(tmp_path),
     )
     with pytest.raises(RunError, match="did not answer in 6 attempts"):
-        grpo_eval.evaluate_server(config)
+        grpo_eval.evaluate(config)
     with pytest.raises(SettingError, match="must be an address"):
         connect("localhost:8000", "x")
 
@@ -193,7 +193,7 @@ def test_a_real_transformers_server_gives_what_the_model_gives_here(tokenizer, d
                 time.sleep(0.5)
         common = dict(dataset=str(data), output_dir=str(tmp_path / "runs"), max_completion_length=12)
         url = f"http://127.0.0.1:{port}/v1"
-        _, theirs = grpo_eval.evaluate_server(
+        _, theirs = grpo_eval.evaluate(
             grpo_eval.Config(
                 model="x", api=url, api_model=str(tmp_path / "model"), api_at_once=2, name="theirs", **common
             )

@@ -1,4 +1,4 @@
-"""A recipe_run model as a solver."""
+"""A trained model as a solver."""
 
 import json
 import shutil
@@ -21,22 +21,21 @@ def test_a_solver_answers_one_question_and_many(recipe_run, tmp_path, capsys):
     assert readable(one).endswith(f"Answer: {one.answer or 'none'}") or not one.finished
     questions = tmp_path / "questions.txt"
     questions.write_text("What is 3 halves?\n\nWhat is 4 halves?\n")
-    for words in (
-        ["--ask", "What is 3 halves?"],
-        ["--questions", str(questions)],
-        ["--questions", str(questions), "--save_jsonl", str(tmp_path / "out.jsonl")],
-    ):
-        grpo_eval.answer(parse_config(grpo_eval.Config, ["--model", str(recipe_run), *words]))
+    from_file = f"--model {recipe_run} --questions {questions}"
+    for flags in (from_file, f"{from_file} --save_jsonl {tmp_path / 'out.jsonl'}"):
+        grpo_eval.answer(parse_config(grpo_eval.Config, flags.split()))
+    ask = ["--model", str(recipe_run), "--ask", "What is 3 halves?"]
+    grpo_eval.answer(parse_config(grpo_eval.Config, ask))
     printed = capsys.readouterr().out
     assert printed.count("Answer: ") == 3
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(r["prompt"], r["response"]) for r in rows] == [(s.question, s.completion) for s in many]
     with pytest.raises(SettingError, match="goes with --questions"):
-        parse_config(grpo_eval.Config, ["--save_jsonl", "x"])
+        parse_config(grpo_eval.Config, [*"--save_jsonl x".split()])
 
 
 def test_a_solver_whose_system_prompt_is_gone_says_so(recipe_run, tmp_path):
-    """It asked with the format's own words, which the model was not recipe_run on, and said nothing."""
+    """It asked with the format's own words, which the model was not trained on, and said nothing."""
     shutil.copytree(recipe_run, tmp_path / "model")
     settings = yaml.safe_load((tmp_path / "model" / "run_config.yaml").read_text())
     (tmp_path / "model" / "run_config.yaml").write_text(

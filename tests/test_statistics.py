@@ -10,9 +10,9 @@ import pytest
 
 from errors import SettingError
 from reporting import files, plots
-from reporting.comparison import Side, _p_of_draws, compare, compare_two
+from reporting.comparison import Side, compare, compare_two, p_of_draws
 from reporting.statistics import (
-    _resampled,
+    bootstrap_means,
     holm,
     majority,
     mid_p,
@@ -66,7 +66,7 @@ def evaluations(rates, trials, draw):
 
 
 def test_a_paired_test_errs_in_5_of_100_cases_and_sees_3_points_twice_as_often_as_an_unpaired_one():
-    """2,000 pairs of evaluations on the 1,319 questions of GSM8K, of which most are easy or hard for both sides."""
+    """2,000 pairs of evaluations on GSM8K's 1,319 questions, most of them easy or hard for both sides."""
     draw, trials, questions = np.random.default_rng(0), 2000, 1319
     rates = draw.beta(0.3, 0.3, questions)
     better = rates + 0.03 * rates * (1 - rates) / np.mean(rates * (1 - rates))
@@ -119,23 +119,21 @@ def test_an_interval_covers_what_it_should():
     assert covered >= 180
 
 
-# Comparisons
+def graded_record(scores, answers=()):
+    """What the statistics read of a record: the samples' scores and answers."""
+    return {"exact_match": {"strict-match": list(scores)}, "filtered_resps": {"strict-match": list(answers)}}
 
 
 def write(folder, scores, prompt="hash", **report):
     folder.mkdir()
-    rows = [{"doc_id": f"q{i}", "prompt_hash": prompt, "target": str(i), "filtered_resps": {"strict-match": [str(i) if v else "no"]},
-             "exact_match": {"strict-match": [float(v)]}} for i, v in enumerate(scores)]  # fmt: skip
+    rows = []
+    for i, score in enumerate(scores):
+        graded = graded_record([float(score)], [str(i) if score else "no"])
+        rows.append({"doc_id": f"q{i}", "prompt_hash": prompt, "target": str(i), **graded})
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "report.json").write_text(json.dumps({"questions": len(rows)}))
-    settings = {
-        "dataset": "gsm8k",
-        "split": "test",
-        "answer_format": "xml",
-        "temperature": 0.0,
-        "max_completion_length": 300,
-        **report,
-    }
+    settings = dict(dataset="gsm8k", split="test", answer_format="xml", temperature=0.0)
+    settings |= dict(max_completion_length=300) | report
     (folder / "run_config.yaml").write_text(json.dumps(settings))
     return str(folder)
 
@@ -170,7 +168,10 @@ def test_seeds_of_a_side_widen_the_interval_and_change_the_words(tmp_path):
 
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_intervals_have_the_width_of_the_normal_ones_and_the_difference_s_is_that_of_pairs(tmp_path, seeds):
-    """400 questions, 80 gained and 16 lost; seeds that agree on everything add nothing. Unpaired, or at 90%, the widths would be others."""
+    """400 questions, 80 gained and 16 lost; seeds that agree on everything add nothing.
+
+    Unpaired, or at 90%, the widths would be others.
+    """
     a, b = [0] * 240 + [1] * 160, [1] * 80 + [0] * 160 + [1] * 144 + [0] * 16
     sides = [
         ",".join(write(tmp_path / f"{name}{seed}", scores) for seed in range(seeds))
@@ -187,18 +188,21 @@ def test_intervals_have_the_width_of_the_normal_ones_and_the_difference_s_is_tha
 
 
 def test_the_bootstrap_s_p_is_two_sided_and_runs_are_drawn_too():
-    """25 of 1,000 draws on the other side of 0 are 2 (25 + 1) / 1001; of two runs that are 0 and 1 throughout, a quarter of the draws has one alone."""
-    assert _p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
-    means = _resampled(np.array([[0.0] * 50, [1.0] * 50]), np.random.default_rng(0))
+    """25 of 1,000 draws on the other side of 0 are 2 (25 + 1) / 1001.
+
+    Of two runs that are 0 and 1 throughout, a quarter of the draws has one alone.
+    """
+    assert p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
+    means = bootstrap_means(np.array([[0.0] * 50, [1.0] * 50]), np.random.default_rng(0))
     assert [float(np.mean(means == value)) for value in (0.0, 0.5, 1.0)] == pytest.approx(
         [0.25, 0.5, 0.25], abs=0.03
     )
 
 
 def test_the_smallest_difference_of_sampled_answers_takes_the_squares_of_what_changed():
-    """A quarter of 100 questions went from 2 to 3 right of 4: gaps of 1/4, squares of 1/16, so the variance is 1/64."""
+    """A quarter of 100 questions went from 2 to 3 right of 4: gaps of 1/4, squares of 1/16, variance 1/64."""
     records = [
-        [{"exact_match": {"strict-match": [1.0] * n + [0.0] * (4 - n)}} for n in counts]
+        [graded_record([1.0] * n + [0.0] * (4 - n)) for n in counts]
         for counts in ([2] * 100, [3] * 25 + [2] * 75)
     ]
     found, _ = compare_two(*(Side(name, [run]) for name, run in zip("ab", records, strict=True)))
@@ -207,10 +211,7 @@ def test_the_smallest_difference_of_sampled_answers_takes_the_squares_of_what_ch
 
 def test_votes_of_samples_that_follow_each_other_all_count():
     """Pairs (7, 7), (3, 3): one vote is right, one is wrong."""
-    record = {
-        "exact_match": {"strict-match": [1.0, 1.0, 0.0, 0.0]},
-        "filtered_resps": {"strict-match": ["7", "7", "3", "3"]},
-    }
+    record = graded_record([1.0, 1.0, 0.0, 0.0], ["7", "7", "3", "3"])
     assert sampled_statistics([record])["maj@2"][0] == 0.5
 
 
@@ -250,11 +251,8 @@ def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
 
 def test_sampled_statistics_of_an_evaluation():
     records = [
-        {
-            "exact_match": {"strict-match": s},
-            "filtered_resps": {"strict-match": ["1" if v else "2" for v in s]},
-        }
-        for s in ([1, 1, 0], [0, 0, 0], [1, 1, 1])
+        graded_record(scores, ["1" if v else "2" for v in scores])
+        for scores in ([1, 1, 0], [0, 0, 0], [1, 1, 1])
     ]
     found = sampled_statistics(records)
     assert [found[k][0] for k in ("pass@1", "pass@2", "pass@3", "maj@3", "mean@3")] == [
@@ -270,13 +268,7 @@ def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_m
         return float(bool(values) and max(values, key=values.count) == 7.0)  # of several the first
 
     orders = list(itertools.permutations(range(6)))
-    records = [
-        {
-            "exact_match": {"strict-match": [scores[i] for i in o]},
-            "filtered_resps": {"strict-match": [answers[i] for i in o]},
-        }
-        for o in orders
-    ]
+    records = [graded_record([scores[i] for i in order], [answers[i] for i in order]) for order in orders]
     found = sampled_statistics(records)
     for k in (1, 2, 4, 6):
         choices = list(itertools.permutations(range(6), k))
@@ -288,23 +280,10 @@ def test_pass_at_k_and_maj_at_k_are_exact_over_all_the_orders_in_which_samples_m
         )
 
 
-# Curves
-
-
 @pytest.mark.slow
 def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
-    lines = [
-        {
-            "step": i,
-            "reward": i / 10,
-            "reward/format_reward": 0.5,
-            "correct": 0.1,
-            "completion_length": 20.0,
-            "rollout_seconds": 1.0,
-            "loss": None,
-        }
-        for i in range(1, 31)
-    ]
+    constant = {"reward/format_reward": 0.5, "correct": 0.1, "completion_length": 20.0, "loss": None}
+    lines = [{"step": i, "reward": i / 10, "rollout_seconds": 1.0, **constant} for i in range(1, 31)]
     lines[-1] |= {"eval_accuracy": 0.4, "eval_questions": 50}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -322,6 +301,14 @@ def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     plots.draw({name: files.read_metrics(tmp_path / name) for name in ("one", "two")}, tmp_path)
     assert b">two<" in (tmp_path / "curves.svg").read_bytes()
+
+
+def test_a_run_without_an_evaluation_yet_is_drawn_beside_others(tmp_path):
+    """The accuracy before training alone, in a panel that another run's evaluations called for, raised."""
+    young = [{"step": 1, "reward": 0.1, "eval_accuracy_before": 0.3}]
+    older = [{"step": 1, "eval_accuracy_before": 0.2}, {"step": 2, "eval_accuracy": 0.5, "eval_questions": 9}]
+    plots.draw({"young": young, "older": older}, tmp_path)
+    assert ">young<" in (tmp_path / "curves.svg").read_text()
 
 
 def test_a_comparison_is_drawn_with_its_sides_and_differences(tmp_path):
