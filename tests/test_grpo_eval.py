@@ -14,7 +14,7 @@ import torch
 from test_sft_train import encoded
 
 import grpo_eval
-from decoding.decoder import GroupDecoder
+from decoding.rollout import Completion
 from errors import SettingError
 from reporting import evaluation
 from reporting.evaluation import summarise
@@ -86,11 +86,11 @@ def test_one_question_answered_in_part_tells_nothing_of_the_spread():
 
 
 def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
-    decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
     problem = encoded(tokenizer, "q", "17", "")
     texts = ["<answer>17</answer>", "it is 17", "<answer>1</answer> 17", ""]
-    completions = [(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]
-    [r] = grpo_eval.grade([problem], [grpo_eval.answers_of(decoder, completions)], "xml")
+    completions = [Completion(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], t, True) for t in texts]
+    [r] = grpo_eval.grade([problem], [grpo_eval.answers_of(completions)], "xml")
+    assert r["length"] == [len(c.ids) for c in completions]
     assert r["resps"] == texts
     assert r["exact_match"] == {
         "strict-match": [1.0, 0.0, 0.0, 0.0],

@@ -52,7 +52,7 @@ def test_a_supervised_run_s_fields_say_the_same_where_they_have_another_default(
 
 
 def test_the_page_shows_settings_that_exist():
-    assert set(page.SHOWN) <= set(Config.__dataclass_fields__)
+    assert set(page.SETTINGS) <= set(Config.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
