@@ -26,7 +26,7 @@ from tqdm import tqdm
 from answers.formats import ANSWER_FORMATS, extract_answer
 from answers.numbers import last_number, parse_number
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.server import complete, connect
 from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
@@ -206,9 +206,9 @@ def check_columns(config, problems):
         )
 
 
-def as_texts(pairs, decoder):
-    """Triples (text, tokens, whether it ended) of pairs (ids, whether EOS came)."""
-    return [(decoder.text(ids, ended), len(ids), ended) for ids, ended in pairs]
+def as_texts(completions):
+    """Triples (text, tokens, whether it ended)."""
+    return [(text, len(ids), ended) for ids, text, ended in completions]
 
 
 def prompt_hash(problem):
@@ -289,19 +289,20 @@ def summarise(records, skipped):
 
 def interacting(decoder, asked, places, config, keep):
     """For the questions at `places` `num_samples` completions of paths that look at each other, kept batch by batch; the draws are the single paths'."""
-    G, T, together = (
-        config.num_samples,
-        config.max_completion_length,
-        max(1, (config.batch_size or 256) // config.num_samples),
-    )
+    G, T, sampling = config.num_samples, config.max_completion_length, sampling_of(config)
+    together = max(1, (config.batch_size or 256) // G)
     uniforms = rollout_uniforms(config.seed, 0, 0, len(asked) * G, T).view(len(asked), G, T)
     for batch in (places[i : i + together] for i in range(0, len(places), together)):
-        ids, mask = pad_left([asked[i].ids for i in batch], decoder.tables.pad_id)
-        pairs = decoder.rollout(
-            ids, mask, G, T, uniforms[batch].flatten(0, 1), config.temperature, config.top_k, config.top_p
-        ).completions()
+        prompts = [asked[i].ids for i in batch]
+        completions = decoder.completions(decoder.rollout(prompts, sampling, uniforms[batch].flatten(0, 1)))
         for n, i in enumerate(batch):
-            keep(i, as_texts(pairs[n * G : (n + 1) * G], decoder))
+            keep(i, as_texts(completions[n * G : (n + 1) * G]))
+
+
+def sampling_of(config):
+    return Sampling(
+        config.max_completion_length, config.num_samples, config.temperature, config.top_k, config.top_p
+    )
 
 
 def fingerprint(model):
@@ -389,18 +390,14 @@ def evaluate(config):
         interaction,
         compiled=config.torch_compile,
     )
-    sampling = dict(
-        samples=config.num_samples,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
-    )
 
     def single(places, keep):
         prompts = [asked[i].ids for i in places]
-        decoder.complete(prompts, config.max_completion_length, batch_rows=config.batch_size, places=places,
-                         keep=lambda i, pairs: keep(i, as_texts(pairs, decoder)), **sampling)  # fmt: skip
+
+        def keep_texts(i, completions):
+            keep(i, as_texts(completions))
+
+        decoder.complete(prompts, sampling_of(config), config.seed, config.batch_size, places, keep_texts)
 
     def interact(places, keep):
         interacting(decoder, asked, places, config, keep)
@@ -437,17 +434,10 @@ def evaluate_server(config):
     chats = [[*system, {"role": "user", "content": p.question}] for p in problems]
     asked = [EncodedProblem(p, json.dumps(chat), []) for p, chat in zip(problems, chats, strict=True)]
     begin(folder, config, server.model, accelerator)
-    sampling = (
-        config.num_samples,
-        config.max_completion_length,
-        config.temperature,
-        config.top_p,
-        config.seed,
-        config.api_at_once,
-    )
 
     def ask(places, keep):
-        complete(server, [chats[i] for i in places], *sampling, places, keep)
+        chosen = [chats[i] for i in places]
+        complete(server, chosen, sampling_of(config), config.seed, config.api_at_once, places, keep)
 
     started = time.perf_counter()
     answers = answered("answers", folder, asked, accelerator, ask)

@@ -18,9 +18,8 @@ import torch
 from accelerate.utils import gather_object
 
 from answers.formats import ANSWER_FORMATS
-from decoding.any_model import send
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Rollout, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from errors import SettingError
 from learning.inspection import debug_every, inspect_group
 from learning.learner import make_learner
@@ -37,7 +36,7 @@ from running.log import log_rollouts
 from running.parsing import parse_config, run_main
 from running.progress import next_problems, steps_to_do
 from running.run import Run
-from running.settings import TrainConfig, check, setting
+from running.settings import TrainConfig, check, check_one_of, setting
 from sft_train import warm_start, warm_start_settings
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -58,9 +57,7 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Config(TrainConfig):
-    """Settings of a GRPO run; the defaults are the original recipe (7 problems x 12 completions of 400
-    tokens, Qwen2.5-1.5B-Instruct).
-    """
+    """Settings of a GRPO run; the defaults are the original recipe."""
 
     num_generations: int = setting(
         12, "G, completions of each problem; they are compared with each other, so at least 2", in_card=True
@@ -81,8 +78,8 @@ class Config(TrainConfig):
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
     loss_type: str = setting(
         "grpo",
-        "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over tokens "
-        "/ (N * max_completion_length)",
+        "grpo: mean over a row's tokens, then over rows; dapo: mean over all tokens; dr_grpo: sum over "
+        "tokens / (N * max_completion_length)",
         in_card=True,
     )
     scale_rewards: str = setting(
@@ -102,12 +99,12 @@ class Config(TrainConfig):
         None, "your own instead: FILE.py:function[=weight], several after one flag", in_card=True
     )
     dynamic_sampling: int = setting(
-        0, "replace groups of equal rewards by fresh problems, in at most N extra rollouts a step; 0: never"
+        0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
     )
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting(
         "none",
-        "a YAML of sft_train.py, which runs first, into output_dir/warm_start; it inherits what it leaves out",
+        "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest",
     )
     reward_timeout: float = setting(
         300.0, "seconds one reward function may take for a step's completions; 0: no limit", resume="free"
@@ -142,38 +139,23 @@ class Config(TrainConfig):
         super().__post_init__()
         if not self.eval_every:  # nothing is held out where nothing is evaluated, here and in the warm start
             object.__setattr__(self, "eval_problems", 0)
-        check(
-            self,
-            "num_generations",
-            lambda v: v >= 2,
-            "a completion is judged against the others of its group: give at least 2",
-        )
+        peers = "a completion is judged against the others of its group: give at least 2"
+        greedy = "must be positive, at least 0.001 (greedy paths of one prompt are all the same)"
+        counts = "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after"
+        check(self, "num_generations", lambda v: v >= 2, peers)
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
-        check(
-            self,
-            "temperature",
-            lambda v: 1e-3 <= v < math.inf,
-            "must be positive, at least 0.001 (greedy paths of one prompt are all the same)",
-        )
+        check(self, "temperature", lambda v: 1e-3 <= v < math.inf, greedy)
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check(
-            self,
-            "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after",
-            lambda v: 0 <= v < math.inf,
-            "must be finite and not negative",
-        )
+        check(self, counts, lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "epsilon", lambda v: 0 < v < 1, "must be between 0 and 1")
         check(self, "epsilon_high", lambda v: v is None or v > 0, "must be positive")
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "rollout_is_cap", lambda v: 1 <= v < math.inf, "must be at least 1")
-        for name, values in dict(
-            loss_type=LOSS_TYPES,
-            scale_rewards=("group", "none"),
-            m3po_similarity=SIMILARITIES,
-            reward_set=tuple(REWARD_SETS),
-            rollout_is=("none", "token"),
-        ).items():
-            check(self, name, lambda v, values=values: v in values, "must be one of " + ", ".join(values))
+        check_one_of(self, "loss_type", LOSS_TYPES)
+        check_one_of(self, "scale_rewards", ("group", "none"))
+        check_one_of(self, "m3po_similarity", SIMILARITIES)
+        check_one_of(self, "reward_set", tuple(REWARD_SETS))
+        check_one_of(self, "rollout_is", ("none", "token"))
         chosen_rewards(self)
         if self.warm_start != "none":
             warm_start_settings(self)
@@ -220,9 +202,7 @@ class TrainingResult:
 
 
 def train(config, reward_functions=None):
-    """Run a whole training. reward_functions: (function, weight) pairs instead of those that the settings
-    name.
-    """
+    """Run a whole training. reward_functions: (function, weight) pairs instead of those of the settings."""
     with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
@@ -246,14 +226,12 @@ def train(config, reward_functions=None):
             if step % steps == 0 and reference is not None:
                 refresh(reference, policy)
 
-            # 2. Sample G completions for each of B problems; with M3PO the paths of a group interact while
-            # they think.
+            # 2. Sample G completions for each of B problems; with M3PO paths interact while they think.
             with run.timed("rollout_seconds"):
                 batch = next_problems(problems, config.batch_size, run)
                 sampled = sample(run, decoder, batch, step)
 
-            # 3. Score them, and compare each with its group; groups without a signal may give way to fresh
-            # problems.
+            # 3. Score them, and compare each with its group; silent groups give way to fresh problems.
             with run.timed("reward_seconds"):
                 rewards = score(run, reward_functions, sampled, step)  # (N,) of all processes
                 rewards, replaced = replace_silent_groups(
@@ -262,8 +240,7 @@ def train(config, reward_functions=None):
                 all_advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
                 advantages = all_advantages[run.local_rows].to(run.device)
 
-            # 4. mu optimiser steps on the clipped loss, the KL inside it; then the sampler sees the new
-            # weights.
+            # 4. mu optimiser steps on the clipped loss, KL inside; then the sampler sees the new weights.
             learning_rate = learner.schedule.get_last_lr()[0]
             inspection = inspect_group(run, sampler, decoder, sampled, step)  # by the weights that sampled
             with run.timed("update_seconds"):
@@ -384,11 +361,14 @@ class Sampled:
     batch: list  # the problems of the step, of all processes
     problems: list  # those of this process's groups
     rollout: Rollout
-    completions: list  # (ids, whether EOS came)
-    texts: list
+    completions: list  # a Completion a row
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
+
+    @property
+    def texts(self):
+        return [completion.text for completion in self.completions]
 
     @property
     def row_problems(self):
@@ -402,9 +382,7 @@ class Sampled:
         """Replace some groups by those of another, in its order."""
         G = self.rollout.num_generations
         self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
-        columns = [
-            (getattr(self, name), getattr(other, name)) for name in ("completions", "texts", "rewards")
-        ]
+        columns = [(self.completions, other.completions), (self.rewards, other.rewards)]
         columns += [(self.parts[name], other.parts[name]) for name in self.parts]
         for n, group in enumerate(groups):
             self.problems[group], self.retries[group] = other.problems[n], other.retries[n]
@@ -429,11 +407,8 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
     uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
     uniforms = uniforms[list(groups)].flatten(0, 1)
-    ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
-    rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
-    completions = rollout.completions()
-    texts = [decoder.text(*pair) for pair in completions]
-    return Sampled(batch, problems, rollout, completions, texts, [retry] * len(problems))
+    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
+    return Sampled(batch, problems, rollout, decoder.completions(rollout), [retry] * len(problems))
 
 
 def score(run, reward_functions, sampled, step):
@@ -445,7 +420,7 @@ def score(run, reward_functions, sampled, step):
 
 
 def _score_rows(config, reward_functions, sampled, step, gather):
-    ids = [ids for ids, _ in sampled.completions]
+    ids = [completion.ids for completion in sampled.completions]
     columns = reward_columns(sampled.row_problems, sampled.texts, ids, config.answer_format)
     how = dict(step=step + 1, timeout=config.reward_timeout, gather=gather)
     sampled.rewards, sampled.parts = compute_rewards(reward_functions, columns, **how)
@@ -538,7 +513,7 @@ def update(learner, rollout, advantages, config):
 
 def rows_loss(learner, inputs, config, is_first_pass, rows):
     """The loss of some rows, and sums over their tokens of what is logged."""
-    rollout, index = inputs.rollout, send(rows, inputs.mask.device)
+    rollout, index = inputs.rollout, to_device(rows, inputs.mask.device)
     logp, entropy = learner.scorer(rollout, rows)
     if is_first_pass:
         inputs.old_logp[index] = logp.detach()

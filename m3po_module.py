@@ -1,12 +1,15 @@
-"""Cross-path interaction of M3PO: the paths of a group look at each other's next-token distributions, and their inputs are blended.
+"""Cross-path interaction of M3PO: the paths of a group look at each other, and their inputs are blended.
 
-Pure functions of tensors, used alike by the decoder (one step at a time) and by the training forward (all steps at once).
+Pure functions of tensors, used alike by the decoder (one step at a time) and by the training forward (all
+steps at once). B groups (one a prompt), G paths a group, F features of a path, E embedding width. p_i is the
+next-token distribution of path i, e_i the embedding of the token it sampled, h_i its next input:
 
-B groups (one a prompt), G paths a group, F features of a path, E embedding width.
-    S_ij = cos(p_i, p_j)    A_i. = softmax over the other thinking paths j of S_ij / tau    h_i = (1 - lambda) e_i + lambda sum_j A_ij e_j
+    S_ij = cos(p_i, p_j)
+    A_i. = softmax over the other thinking paths j of S_ij / tau
+    h_i = (1 - lambda) e_i + lambda sum_j A_ij e_j
 
-The M3PO paper writes a zero for a left-out pair *before* the softmax, where exp(0) would still give it weight. Its stated intention,
-no contribution, is what is built: a left-out pair has weight 0.
+The M3PO paper writes a zero for a left-out pair *before* the softmax, where exp(0) would still give it
+weight. Its stated intention, no contribution, is what is built: a left-out pair has weight 0.
 """
 
 import torch
@@ -21,26 +24,22 @@ def products(features):
 
 def cosines(products):
     """Cosine similarities from inner products, both (B, G, G)."""
-    size = products.diagonal(dim1=1, dim2=2).clamp(min=1e-24).rsqrt()
-    return products * size[:, :, None] * size[:, None, :]
+    inverse_norm = products.diagonal(dim1=1, dim2=2).clamp(min=1e-24).rsqrt()
+    return products * inverse_norm[:, :, None] * inverse_norm[:, None, :]
 
 
 def weights_from_similarity(similarity, thinking, temperature):
-    """Softmax of the similarities (B, G, G) over the *other thinking* paths: thinking (B, G) bool -> (B, G, G) float32."""
-    group = thinking.shape[-1]
-    allowed = (
-        thinking[:, None, :]
-        & thinking[:, :, None]
-        & ~torch.eye(group, dtype=torch.bool, device=thinking.device)
-    )
+    """Softmax of similarities (B, G, G) over the *other thinking* paths (B, G) -> (B, G, G) float32."""
+    others = ~torch.eye(thinking.shape[-1], dtype=torch.bool, device=thinking.device)
+    allowed = thinking[:, None, :] & thinking[:, :, None] & others
     scores = torch.where(allowed, similarity / temperature, torch.finfo(torch.float32).min)
-    return (
-        torch.softmax(scores, dim=-1) * allowed
-    )  # a row with nobody to listen to is uniform over nobody: all zero
+    # Where no pair of a row is allowed the softmax is uniform over all of them; the mask makes it 0.
+    return torch.softmax(scores, dim=-1) * allowed
 
 
 def cross_path_weights(features, thinking, temperature):
-    """How much each path listens to each other path of its group: features (B, G, F), thinking (B, G) bool -> (B, G, G) float32.
+    """How much each path listens to each other: features (B, G, F), thinking (B, G) bool -> (B, G, G)
+    float32.
 
     A row sums to 1, or to 0 where its path does not think or no other path does. The diagonal is 0.
     """
@@ -49,16 +48,16 @@ def cross_path_weights(features, thinking, temperature):
 
 
 def blend(embeds, weights, lambda_blend):
-    """h = (1 - lambda) e + lambda A e, in float32, returned in the dtype of `embeds`: (..., G, E), (..., G, G) -> (..., G, E).
+    """h = (1 - lambda) e + lambda A e: embeds (..., G, E), weights (..., G, G) -> (..., G, E).
 
-    A zero row of weights leaves its embedding unchanged, bit for bit. Gradients reach every embedding and no weight.
+    Computed in float32, returned in the dtype of `embeds`. A zero row of weights leaves its embedding
+    unchanged, bit for bit. Gradients reach every embedding and no weight.
     """
     with torch.autocast(embeds.device.type, enabled=False):
-        weights = weights.detach().float()
-        own = embeds.float()
-        heard = (1 - lambda_blend) * own + lambda_blend * (weights @ own)
+        weights, wide = weights.detach().float(), embeds.float()
+        blended = (1 - lambda_blend) * wide + lambda_blend * (weights @ wide)
         listens = weights.sum(-1, keepdim=True) > 0
-        return torch.where(listens, heard.to(embeds.dtype), embeds)
+        return torch.where(listens, blended.to(embeds.dtype), embeds)
 
 
 def apply_cross_path_interaction(current_embeds, is_thinking, lambda_blend=0.1, temperature=0.1):
@@ -75,11 +74,9 @@ def apply_cross_path_interaction_batch(
     rows, width = current_embeds.shape
     if rows % num_generations:
         raise ValueError(f"{rows} embeddings do not make whole groups of num_generations={num_generations}")
-    thinking = (
-        torch.ones(rows, dtype=torch.bool)
-        if thinking_mask is None
-        else torch.as_tensor(thinking_mask, dtype=torch.bool)
-    )
+    if thinking_mask is None:
+        thinking_mask = torch.ones(rows)
+    thinking = torch.as_tensor(thinking_mask, dtype=torch.bool).to(current_embeds.device)
     embeds = current_embeds.view(-1, num_generations, width)
-    weights = cross_path_weights(embeds, thinking.to(embeds.device).view(-1, num_generations), temperature)
+    weights = cross_path_weights(embeds, thinking.view(-1, num_generations), temperature)
     return blend(embeds, weights, lambda_blend).view(rows, width)

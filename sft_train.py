@@ -18,7 +18,7 @@ import torch
 
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Rollout, pad_left, pad_right
+from decoding.rollout import Rollout, pad_right
 from errors import DataError, SettingError
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
@@ -104,18 +104,13 @@ def _worked_answer(problem, answer_format, config):
 
 def as_rollout(pairs, tables, device):
     """Prompts and given responses in the shape of a rollout with G = 1, for the scored forward."""
-    padded = (
-        *pad_left([p.ids for p, _ in pairs], tables.pad_id),
-        *pad_right([ids for _, ids in pairs], tables.pad_id),
-    )
-    prompt_ids, prompt_mask, ids, mask = (tensor.to(device) for tensor in padded)
+    prompts, responses = [p.ids for p, _ in pairs], [ids for _, ids in pairs]
+    ids, mask = (tensor.to(device) for tensor in pad_right(responses, tables.pad_id))
     blank, ended = (
         torch.zeros(ids.shape, device=device),
         torch.ones(len(ids), dtype=torch.bool, device=device),
     )
-    return Rollout(
-        prompt_ids, prompt_mask, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0
-    )
+    return Rollout(prompts, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0)
 
 
 def train(config, outer=None):

@@ -14,6 +14,7 @@ import torch
 
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
+from decoding.rollout import Sampling
 from errors import SettingError
 from learning.models import check_positions, load_model, load_tokenizer
 from problems.prompts import build_prompt
@@ -86,10 +87,10 @@ def solve(question, solver, temperature=0.0, seed=0):
     ]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     check_positions(solver.decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
-    answers = solver.decoder.complete(ids, solver.max_completion_length, temperature=temperature, seed=seed)
+    sampling = Sampling(solver.max_completion_length, temperature=temperature)
+    answers = solver.decoder.complete(ids, sampling, seed)
     solutions = []
-    for q, [(row, ended)] in zip(questions, answers, strict=True):
-        text = solver.decoder.text(row, ended)
+    for q, [(_, text, ended)] in zip(questions, answers, strict=True):
         thought = text.partition(chosen.think_end)[0]
         for tag in chosen.tags:
             thought = thought.replace(tag, "")

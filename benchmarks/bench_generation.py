@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
 from learning.models import load_model, load_tokenizer
 from problems.prompts import encode_prompts
 from problems.sources import load_problems
@@ -128,21 +128,19 @@ def floor_seconds(model, rows, rates):
 def rollout_case(name, decoder, prompts, G, rates, peers, emit):
     rows = prompts * G
     generator = torch.Generator().manual_seed(1)
-    ids, mask = (
-        torch.randint(1, REAL, (prompts, P), generator=generator),
-        torch.ones(prompts, P, dtype=torch.bool),
-    )
+    ids = torch.randint(1, REAL, (prompts, P), generator=generator)
+    asked, sampling, first_token = ids.tolist(), Sampling(T, G, 1.0), Sampling(1, G, 1.0)
     uniforms = rollout_uniforms(0, 0, 0, rows, T).clamp(min=1e-3)
     floor = floor_seconds(decoder.model, rows, rates)
     emit(name, "floor_ms_per_step", 1e3 * floor, "ms")
     for suffix, interact in (("", False), ("_m3po", True)):
         started = time.perf_counter()
-        decoder.rollout(ids, mask, G, T, uniforms, interact=interact)
+        decoder.rollout(asked, sampling, uniforms, interact)
         torch.cuda.synchronize()
         first = time.perf_counter() - started
         torch.cuda.reset_peak_memory_stats()
-        seconds = clock(lambda: decoder.rollout(ids, mask, G, T, uniforms, interact=interact), 5)  # noqa: B023
-        prefill = clock(lambda: decoder.rollout(ids, mask, G, 1, uniforms[:, :1], interact=interact))  # noqa: B023
+        seconds = clock(lambda: decoder.rollout(asked, sampling, uniforms, interact), 5)  # noqa: B023
+        prefill = clock(lambda: decoder.rollout(asked, first_token, uniforms[:, :1], interact))  # noqa: B023
         step = (seconds - prefill) / (T - 1)
         emit(name, f"first_call_extra_seconds{suffix}", first - seconds, "s")
         emit(name, f"tokens_per_s{suffix}", rows * T / seconds, "tokens/s")
@@ -181,19 +179,17 @@ def lengths_case(name, decoder, prompts, G, emit):
     rows, limit = prompts * G, 400
     generator = torch.Generator().manual_seed(2)
     lengths = torch.exp(4.670 + 0.628 * torch.randn(rows, generator=generator)).round().clamp(1, limit).long()
-    ids, mask = (
-        torch.randint(1, REAL, (prompts, P), generator=generator),
-        torch.ones(prompts, P, dtype=torch.bool),
-    )
+    asked = torch.randint(1, REAL, (prompts, P), generator=generator).tolist()
+    sampling, equal = Sampling(limit, G, 1.0), Sampling(130, G, 1.0)
     uniforms = rollout_uniforms(0, 0, 0, rows, limit).clamp(min=1e-3)
     ending = uniforms.scatter(1, lengths[:, None] - 1, 0.0)
     emit(name, "mean_length", float(lengths.float().mean()), "tokens")
     emit(name, "percentile_95_length", float(lengths.float().quantile(0.95)), "tokens")
     for suffix, interact in (("", False), ("_m3po", True)):
-        out = decoder.rollout(ids, mask, G, limit, ending, interact=interact)
+        out = decoder.rollout(asked, sampling, ending, interact)
         assert torch.equal(out.lengths.cpu(), lengths), "every row ends where it should"
-        seconds = clock(lambda: decoder.rollout(ids, mask, G, limit, ending, interact=interact), 5)  # noqa: B023
-        same = clock(lambda: decoder.rollout(ids, mask, G, 130, uniforms[:, :130], interact=interact), 5)  # noqa: B023
+        seconds = clock(lambda: decoder.rollout(asked, sampling, ending, interact), 5)  # noqa: B023
+        same = clock(lambda: decoder.rollout(asked, equal, uniforms[:, :130], interact), 5)  # noqa: B023
         emit(name, f"useful_tokens_per_s{suffix}", int(lengths.sum()) / seconds, "tokens/s")
         emit(name, f"useful_share{suffix}", int(lengths.sum()) / seconds / (rows * 130 / same), "")
 
@@ -203,16 +199,16 @@ def gsm8k_case(name, folder, data, emit):
     model = load_model(folder, tokenizer, torch.bfloat16, torch.device("cuda")).eval()
     asked, _ = encode_prompts(load_problems(data, "test"), tokenizer, xml.system_prompt, 512)
     decoder = GroupDecoder(model, tokenizer)
-    prompts = [p.ids for p in asked]
+    prompts, greedy = [p.ids for p in asked], Sampling(300)
     started = time.perf_counter()
-    decoder.complete(prompts[:600], 300)
+    decoder.complete(prompts[:600], greedy)
     first = time.perf_counter() - started
     answers = []
     torch.cuda.reset_peak_memory_stats()
-    seconds = clock(lambda: answers.append(decoder.complete(prompts, 300)), 2)
+    seconds = clock(lambda: answers.append(decoder.complete(prompts, greedy)), 2)
     emit(name, "questions", len(prompts), "questions")
     emit(name, "seconds", seconds, "s")
-    emit(name, "tokens_per_s", sum(len(pairs[0][0]) for pairs in answers[0]) / seconds, "tokens/s")
+    emit(name, "tokens_per_s", sum(len(completion.ids) for [completion] in answers[0]) / seconds, "tokens/s")
     emit(name, "setup_seconds", decoder.setup_seconds, "s")
     emit(name, "first_600_questions_seconds", first, "s")
     emit(name, "peak_gib", torch.cuda.max_memory_allocated() / 2**30, "GiB")
@@ -224,9 +220,9 @@ def gsm8k_case(name, folder, data, emit):
 @torch.no_grad()
 def agreement(name, fast, plain, prompts, emit):
     """Greedy tokens of the fast path against the plain one's, up to the first that differs; how near a tie that was, by the plain path's log-probs."""
-    ours, theirs = (d.complete(prompts, 300) for d in (fast, plain))
+    ours, theirs = (d.complete(prompts, Sampling(300)) for d in (fast, plain))
     same, total, gaps = 0, 0, []
-    for prompt, [(a, _)], [(b, _)] in zip(prompts, ours, theirs, strict=True):
+    for prompt, [(a, *_)], [(b, *_)] in zip(prompts, ours, theirs, strict=True):
         k = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
         same, total = same + (len(b) if k is None else k), total + (len(b) if k is None else k + 1)
         if k is not None:
@@ -248,11 +244,11 @@ def cpu_case(case, name, prompts, G, length, threads, emit):
     tokenizer = load_tokenizer(name)
     model = load_model(name, tokenizer, torch.float32, torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(0)
-    ids, mask = pad_left(
-        [torch.randint(5, 50, (24 + 8 * (i % 4),), generator=generator).tolist() for i in range(prompts)],
-        tokenizer.pad_token_id,
-    )
-    uniforms, rows = rollout_uniforms(0, 0, 0, prompts * G, length), prompts * G
+    lengths = [24 + 8 * (i % 4) for i in range(prompts)]
+    asked = [torch.randint(5, 50, (size,), generator=generator).tolist() for size in lengths]
+    ids, mask = pad_left(asked, tokenizer.pad_token_id)
+    rows, our_sampling = prompts * G, Sampling(length, G, 1.0)
+    uniforms = rollout_uniforms(0, 0, 0, rows, length)
     decoder = GroupDecoder(model, tokenizer, "</reasoning>", Interaction(0.1, 0.1))
     decoder.tables.is_eos[:] = False  # every row goes on to the limit
     repeated, kept = ids.repeat_interleave(G, 0), mask.repeat_interleave(G, 0).long()
@@ -260,8 +256,8 @@ def cpu_case(case, name, prompts, G, length, threads, emit):
         max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, top_p=1.0, temperature=1.0
     )
     ways = {
-        "tokens_per_s": lambda: decoder.rollout(ids, mask, G, length, uniforms, interact=False),
-        "tokens_per_s_m3po": lambda: decoder.rollout(ids, mask, G, length, uniforms),
+        "tokens_per_s": lambda: decoder.rollout(asked, our_sampling, uniforms, interact=False),
+        "tokens_per_s_m3po": lambda: decoder.rollout(asked, our_sampling, uniforms),
         "generate_tokens_per_s": lambda: model.generate(input_ids=repeated, attention_mask=kept, **sampling),
     }
     for metric, way in ways.items():

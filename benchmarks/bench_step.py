@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from grpo_train import Config, group_advantages, update
 from learning.learner import make_optimizer
 from learning.log_probs import make_scorer
@@ -67,13 +67,15 @@ def our_case(case, steps, args, rates, emit):
     optimizer, schedule = make_optimizer(policy, config, 1000)
     token_budget = TokenBudget(config, policy)
     generator = torch.Generator().manual_seed(0)
-    ids, mask = torch.randint(1, REAL, (B, P), generator=generator), torch.ones(B, P, dtype=torch.bool)
+    prompts = torch.randint(1, REAL, (B, P), generator=generator).tolist()
+    sampling = Sampling(T, G, temperature=1.0)
     laps, torch_peak = [], 0
     for step in range(steps + 2):
         torch.cuda.reset_peak_memory_stats()
         wait()
         start = time.perf_counter()
-        rollout = decoder.rollout(ids, mask, G, T, rollout_uniforms(0, step, 0, B * G, T).clamp(min=1e-3))
+        uniforms = rollout_uniforms(0, step, 0, B * G, T).clamp(min=1e-3)
+        rollout = decoder.rollout(prompts, sampling, uniforms)
         wait()
         sampled = time.perf_counter()
         advantages = (

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from learning.log_probs import Scorer
 from learning.memory import micro_batches
 from learning.models import load_model, load_tokenizer
@@ -41,10 +41,8 @@ def main():
         load_problems(args.data, "train", limit=8), tokenizer, xml.system_prompt, 512
     )
     decoder = GroupDecoder(sampler, tokenizer, xml.think_end, Interaction(0.1, 0.1))
-    ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
-    out = decoder.rollout(
-        ids, mask, G, args.length, rollout_uniforms(0, 0, 0, len(problems) * G, args.length)
-    )
+    uniforms = rollout_uniforms(0, 0, 0, len(problems) * G, args.length)
+    out = decoder.rollout([p.ids for p in problems], Sampling(args.length, G, temperature=1.0), uniforms)
     cut = torch.randint(
         args.length // 4, args.length + 1, (len(out.ids), 1), generator=torch.Generator().manual_seed(0)
     ).to(device)

@@ -1,10 +1,11 @@
-"""Two ways to run a causal model for the decoder: over its own forward and a cache that grows (any model), or over fixed storage (the fast path).
+"""The fast path: the decoder layers of Llama, Qwen2 and Qwen3 over fixed storage.
 
-FastBackbone knows the decoder layers of Llama, Qwen2 and Qwen3. A prompt's keys and values lie once, in a slot, for all the paths that continue it;
-what a path says lies in a row of its own. Place j of either is position j of the text: prompts start at 0 and nothing is padded on the left, so
+The keys and values of a prompt are stored once, in a slot, for all the paths that continue it; those of a
+completion in a row of their own. Column j of either belongs to its token j: nothing is padded on the left, so
 there is no mask, only two lengths.
 
-n rows being decoded, R rows and S slots of storage, M tokens of any kind; H query heads and K key heads of width D; E embedding width, W logits.
+n rows being decoded, R rows and S slots of storage, M tokens of any kind, P prompt and T completion tokens; H
+query heads and K key heads of width D; E embedding width, W logits.
 """
 
 from typing import NamedTuple
@@ -12,12 +13,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from decoding.any_model import FAMILIES, known, send
-from decoding.rollout import pad_right
+from decoding.any_model import FAMILIES, known_family
+from decoding.rollout import pad_right, to_device
+from decoding.step import by_group
 from decoding.tokens import whole_blocks
 
 kernels = None
-
 
 if torch.cuda.is_available():  # a torch without CUDA comes without triton
     try:
@@ -25,10 +26,7 @@ if torch.cuda.is_available():  # a torch without CUDA comes without triton
     except ImportError:
         pass  # `why_not` says so
 
-
 PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
-
-
 FEW = 2**16  # numbers in the residual stream up to which few kernels beat kernels that are good at many rows
 
 
@@ -40,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Weights of a decoder layer; q, k, v lie in one matrix, and so do gate and up: two reads of the input less, and fewer kernels."""
+    """Weights of a decoder layer; q, k and v are one matrix, and so are gate and up: fewer kernels."""
 
     norm_in: torch.Tensor
     qkv: torch.Tensor
@@ -68,7 +66,10 @@ def rotate(x, cos, sin):
 
 
 def into_attention(x, change, w: Layer, shape: Shape):
-    """The residual stream (M, E) and what the layer before adds to it -> their sum, queries (M, H, D), keys and values (M, K, D), not yet rotated."""
+    """The residual stream (M, E) and what the layer before adds to it -> their sum and q, k, v.
+
+    Queries (M, H, D), keys and values (M, K, D) are not yet rotated.
+    """
     x = add(x, change)
     return x, *heads(F.linear(rms_norm(x, w.norm_in, shape.eps), w.qkv, w.qkv_bias), w, shape)
 
@@ -99,7 +100,10 @@ def leave_norm(scaled, squares, eps):
 
 
 def add(x, change):
-    """In float32, which rounds once as the sum in x's own type does; the compiler then joins it to the norm that follows, not to the product before."""
+    """The sum in float32, which rounds once, as the sum in x's own dtype does.
+
+    So the compiler joins it to the norm that follows, and not to the product before.
+    """
     return (x.float() + change.float()).to(x.dtype)
 
 
@@ -107,39 +111,51 @@ def head_input(x, change, weight, eps):
     return rms_norm(add(x, change), weight, eps)
 
 
-def attend(q, k, v, cos, sin, prompt, own, place, slot, path, prompt_len, own_len, scale):
-    """One new token a row over its prompt and what it has said, in plain torch: q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D).
+class LayerCache(NamedTuple):
+    """Keys (first) and values of one layer, and the rotary tables."""
 
-    prompt (2, S, K, P, D), prompt_len (S,); own (2, R, K, T, D); place (S, G) says which row is path g of slot s (n: none). The G paths of a
-    slot are folded into the queries of its keys, and so are the H / K heads that share a key head: keys are read once and never copied.
+    prompt: torch.Tensor  # (2, S, K, P, D)
+    completion: torch.Tensor  # (2, R, K, T, D)
+    slot_len: torch.Tensor  # (S,) tokens of the prompt in each slot
+    cos: torch.Tensor  # (P + T, D)
+    sin: torch.Tensor  # (P + T, D)
+
+
+def attend(q, k, v, cache, rows, row_of_path, scale):
+    """One new token a row over its prompt and its completion so far, in plain torch.
+
+    q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D). row_of_path (S, G) holds the row of path g of
+    slot s, n where it has none. The G paths of a slot are folded into the queries of its keys, and so are the
+    H / K heads that share a key head: keys are read once and never copied.
     """
-    n, H, D = q.shape
-    S, G = place.shape
-    K, rows, positions = k.shape[1], torch.arange(n, device=q.device), prompt_len[slot] + own_len
-    q, k = (rotate(x, cos[positions], sin[positions]) for x in (q, k))
-    own[0][rows, :, own_len], own[1][rows, :, own_len] = k, v
-    said, seen = int(own_len.max()) + 1, max(int(prompt_len.max()), 1)
-    (prompt_k, prompt_v), (own_k, own_v) = prompt[:, :S, :, :seen], own[:, :n, :, :said]
+    (n, H, D), G, K = q.shape, row_of_path.shape[1], k.shape[1]
+    past, prompt_len = (rows.t - 1).clamp(min=0), cache.slot_len[: len(row_of_path)]
+    index, positions = torch.arange(n, device=q.device), cache.slot_len[rows.slot] + past
+    q, k = (rotate(x, cache.cos[positions], cache.sin[positions]) for x in (q, k))
+    cache.completion[0][index, :, past], cache.completion[1][index, :, past] = k, v
+    prompt_keys, completion_keys = max(int(cache.slot_len.max()), 1), int(past.max()) + 1
+    prompt_k, prompt_v = cache.prompt[:, : len(row_of_path), :, :prompt_keys]
+    completion_k, completion_v = cache.completion[:, :n, :, :completion_keys]
 
     def by_slot(x):  # (n, K, r, _) -> (S, K, G*r, _)
-        return F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1))[place].transpose(1, 2).flatten(2, 3)
+        return by_group(x, row_of_path).transpose(1, 2).flatten(2, 3)
 
     def by_row(x):  # (S, K, G*r, _) -> (n, K, r, _)
-        return x.unflatten(2, (G, H // K)).transpose(1, 2)[slot, path]
+        return x.unflatten(2, (G, H // K)).transpose(1, 2)[rows.slot, rows.path]
+
+    def bias(inside):  # 0 where a key is the row's or the slot's, -inf past its end
+        return torch.where(inside, 0.0, -torch.inf)[:, None, None]
 
     q = q.view(n, K, H // K, D) * scale
-    far = (
-        by_slot(q) @ prompt_k.mT
-        + torch.where(torch.arange(seen, device=q.device) < prompt_len[:S, None], 0.0, -torch.inf)[
-            :, None, None
-        ]
+    to_prompt = by_slot(q) @ prompt_k.mT + bias(
+        torch.arange(prompt_keys, device=q.device) < prompt_len[:, None]
     )
-    near = (
-        q @ own_k.mT
-        + torch.where(torch.arange(said, device=q.device) <= own_len[:, None], 0.0, -torch.inf)[:, None, None]
+    to_completion = q @ completion_k.mT + bias(
+        torch.arange(completion_keys, device=q.device) <= past[:, None]
     )
-    weights = torch.cat((by_row(far), near), -1).softmax(-1)
-    return (by_row(by_slot(weights[..., :seen]) @ prompt_v) + weights[..., seen:] @ own_v).flatten(1)
+    weights = torch.cat((by_row(to_prompt), to_completion), -1).softmax(-1)
+    from_prompt = by_row(by_slot(weights[..., :prompt_keys]) @ prompt_v)
+    return (from_prompt + weights[..., prompt_keys:] @ completion_v).flatten(1)
 
 
 def why_not(model):
@@ -147,12 +163,10 @@ def why_not(model):
     config = model.config.get_text_config()
     if model.device.type == "cuda" and kernels is None:
         return "triton is not installed"
-    if not known(config):
-        return (
-            "sliding-window attention"
-            if config.model_type in FAMILIES
-            else f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
-        )
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
+    if not known_family(config):
+        return "sliding-window attention"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3", "yarn"):
@@ -164,68 +178,79 @@ def why_not(model):
 
 
 class FastBackbone:
-    """Runs a supported model over fixed storage. The model's own parameters become views into it, so that a change in place is seen at once."""
+    """Runs a supported model over fixed storage.
+
+    The model's own parameters become views into it, so that a change in place is seen at once.
+    """
 
     refills = True
 
     def __init__(self, model, compiled):
-        body, config = model.base_model, model.config.get_text_config()
-        self.model = model
+        body, config, head = model.base_model, model.config.get_text_config(), model.get_output_embeddings()
         attention = body.layers[0].self_attn
+        self.model, self.compiled, self.logit_dtype = model, compiled, model.dtype
+        self.on_cuda = model.device.type == "cuda"
         self.shape = Shape(
             config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps
         )
         self.scale = attention.scaling
-        self.on_cuda = model.device.type == "cuda"
         functions = (into_attention, out_of_attention, head_input, enter_norm, leave_norm)
         self.into, self.out_of, self.head, self.enter, self.leave = (
             torch.compile(f) if compiled else f for f in functions
         )
-        self.pairs = []  # (parameter, the view it must be)
+        self.views = []  # (parameter, the view it must be)
         self.layers = [self._layer(layer) for layer in body.layers]
-        self.norm = self._keep(body.norm)
-        self.logit_dtype, self.compiled, head = model.dtype, compiled, model.get_output_embeddings()
+        self.norm = self._weight(body.norm)
         self.width = whole_blocks(len(head.weight))
-        self.head_weight = self._together([head], "weight", self.width)
+        self.head_weight = self._joined([head], "weight", self.width)
         tied = body.embed_tokens.weight is head.weight
-        self.table = self.head_weight[: len(head.weight)] if tied else self._keep(body.embed_tokens)
-        self.hold()
+        self.table = self.head_weight[: len(head.weight)] if tied else self._weight(body.embed_tokens)
+        self.reclaim_weights()
 
-    def _together(self, modules, name, rows=None):
-        """One tensor that holds a parameter of several modules, one below the other; None where they have none."""
+    def _joined(self, modules, name, rows=None):
+        """One tensor that holds a parameter of several modules, one below the other; None where they have
+        none.
+        """
         parts = [getattr(m, name, None) for m in modules]
         if parts[0] is None:
             return None
-        if len(parts) == 1 and len(parts[0]) == (rows or len(parts[0])):
+        rows = rows or sum(map(len, parts))
+        if len(parts) == 1 and len(parts[0]) == rows:
             whole = parts[0].data
         else:
-            rows = rows or sum(map(len, parts))
             whole = parts[0].new_zeros(rows, *parts[0].shape[1:], requires_grad=False)
         start = 0
         for part in parts:
-            self.pairs.append((part, whole[start : start + len(part)]))
+            self.views.append((part, whole[start : start + len(part)]))
             start += len(part)
         return whole
 
-    def _keep(self, module, name="weight"):
-        return self._together([module], name)
+    def _weight(self, module, name="weight"):
+        return self._joined([module], name)
 
     def _layer(self, layer):
         a, m = layer.self_attn, layer.mlp
         qkv, gate_up = [a.q_proj, a.k_proj, a.v_proj], [m.gate_proj, m.up_proj]
         made = Layer(
-            norm_in=self._keep(layer.input_layernorm), qkv=self._together(qkv, "weight"), qkv_bias=self._together(qkv, "bias"),
-            q_norm=self._keep(getattr(a, "q_norm", None)), k_norm=self._keep(getattr(a, "k_norm", None)),
-            o=self._keep(a.o_proj), o_bias=self._keep(a.o_proj, "bias"), norm_mid=self._keep(layer.post_attention_layernorm),
-            gate_up=self._together(gate_up, "weight"), gate_up_bias=self._together(gate_up, "bias"),
-            down=self._keep(m.down_proj), down_bias=self._keep(m.down_proj, "bias"),
-        )  # fmt: skip
-        self.hold()
+            norm_in=self._weight(layer.input_layernorm),
+            qkv=self._joined(qkv, "weight"),
+            qkv_bias=self._joined(qkv, "bias"),
+            q_norm=self._weight(getattr(a, "q_norm", None)),
+            k_norm=self._weight(getattr(a, "k_norm", None)),
+            o=self._weight(a.o_proj),
+            o_bias=self._weight(a.o_proj, "bias"),
+            norm_mid=self._weight(layer.post_attention_layernorm),
+            gate_up=self._joined(gate_up, "weight"),
+            gate_up_bias=self._joined(gate_up, "bias"),
+            down=self._weight(m.down_proj),
+            down_bias=self._weight(m.down_proj, "bias"),
+        )
+        self.reclaim_weights()
         return made
 
-    def hold(self):
-        """Make every parameter the view it must be, taking over its values where somebody has given it other storage; called before each rollout."""
-        for parameter, view in self.pairs:
+    def reclaim_weights(self):
+        """Make every parameter the view it must be, with the values of any storage it was given since."""
+        for parameter, view in self.views:
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.data)
                 parameter.data = view
@@ -233,111 +258,109 @@ class FastBackbone:
     def reserve(self, rows, slots, prompt, length):
         """Storage for keys and values, and the rotary tables."""
         K, D, like = self.shape.key_heads, self.shape.head_dim, self.head_weight
-        self.prompt = self.own = None  # free the old before the new is taken
+        self.prompt = self.completion = None  # free the old before the new is taken
         self.prompt = like.new_zeros(len(self.layers), 2, slots, K, prompt, D, requires_grad=False)
-        self.own = like.new_zeros(len(self.layers), 2, rows, K, length, D, requires_grad=False)
+        self.completion = like.new_zeros(len(self.layers), 2, rows, K, length, D, requires_grad=False)
         self.counter = torch.zeros(max(rows * K, 4096), dtype=torch.int32, device=like.device)
         self.slot_len = torch.zeros(slots, dtype=torch.long, device=like.device)
-        places = torch.arange(prompt + length, device=like.device)[None]
-        self.cos, self.sin = (x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], places))
+        positions = torch.arange(prompt + length, device=like.device)[None]
+        self.cos, self.sin = (
+            x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], positions)
+        )
 
     def differs(self):
-        """Whether this is not the model's own forward: for a model that its config does not tell from those it can serve."""
+        """Whether this is not the model's own forward, for a model whose config does not show that."""
         self.reserve(1, 1, 64, 1)
         ids = list(range(8))
-        theirs = (
-            self.model(input_ids=torch.tensor([ids], device=self.head_weight.device)).logits[0, -1].float()
-        )
+        input_ids = torch.tensor([ids], device=self.head_weight.device)
+        theirs = self.model(input_ids=input_ids).logits[0, -1].float()
         ours = self._prefill([ids], [0])[0, : len(theirs)].float()
-        return bool(
-            (ours - theirs).norm() > (0.05 if self.logit_dtype == torch.bfloat16 else 1e-3) * theirs.norm()
-        )
+        tolerance = 0.05 if self.logit_dtype == torch.bfloat16 else 1e-3
+        return bool((ours - theirs).norm() > tolerance * theirs.norm())
 
     def row_bytes(self, tokens):
         """Memory of a row with a prompt of its own and `tokens` tokens in all."""
-        _, K, D, _ = self.shape
-        return (len(self.layers) * 2 * K * D * tokens + 2 * self.width) * self.head_weight.element_size()
+        numbers = len(self.layers) * 2 * self.shape.key_heads * self.shape.head_dim * tokens + 2 * self.width
+        return numbers * self.head_weight.element_size()
 
     def embed(self, tokens):
         return self.table[tokens]
 
     def prefill(self, prompts, slots, logits, rows, repeat):
-        """Each prompt (a list of ids) once, its keys and values into its slot, its next-token logits into logits[rows], `repeat` rows a prompt."""
+        """Each prompt once: keys and values into its slot, next-token logits into its `repeat` rows."""
         at_once = max(1, PREFILL_TOKENS // max(map(len, prompts)))
         for i in range(0, len(prompts), at_once):
             made = self._prefill(prompts[i : i + at_once], slots[i : i + at_once])
             logits[rows[i * repeat : (i + at_once) * repeat]] = made.repeat_interleave(repeat, 0)
 
     def _prefill(self, prompts, slots):
-        """Next-token logits (m, W) of m prompts, padded at the right: under causal attention nothing sees what follows it."""
+        """Next-token logits (m, W) of m prompts, padded on the right, where causal attention never looks."""
         device, (H, K, D, _) = self.head_weight.device, self.shape
-        ids, mask = pad_right(prompts, 0)
-        (m, P), lengths, slots = ids.shape, send(mask.sum(-1), device), send(slots, device)
+        ids, _ = pad_right(prompts, 0)
+        m, P = ids.shape
+        lengths, slots = to_device([len(prompt) for prompt in prompts], device), to_device(slots, device)
         self.slot_len[slots] = lengths
-        x = self.embed(send(ids, device).flatten())
+        x = self.embed(to_device(ids, device).flatten())
         cos, sin = self.cos[:P].repeat(m, 1), self.sin[:P].repeat(m, 1)
         change = torch.zeros_like(x)
-        for w, prompt in zip(self.layers, self.prompt, strict=True):
-            x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
-            q, k, v = (
-                t.view(m, P, -1, D).transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v)
-            )
-            prompt[0, slots, :, :P], prompt[1, slots, :, :P] = k, v
+        for w, cache in zip(self.layers, self.prompt, strict=True):
+            x, q, k, v = self.into(*self.mark_dynamic(x, change), w, self.shape)
+            heads_first = (rotate(q, cos, sin), rotate(k, cos, sin), v)
+            q, k, v = (t.view(m, P, -1, D).transpose(1, 2) for t in heads_first)
+            cache[0, slots, :, :P], cache[1, slots, :, :P] = k, v
             attended = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=K != H
             )
-            x, change = self.out_of(
-                *self.vary(x, attended.transpose(1, 2).reshape(m * P, H * D)), w, self.shape
-            )
+            attended = attended.transpose(1, 2).reshape(m * P, H * D)
+            x, change = self.out_of(*self.mark_dynamic(x, attended), w, self.shape)
         last = torch.arange(m, device=device) * P + lengths - 1
-        return self.head(*self.vary(x[last], change[last]), self.norm, self.shape.eps) @ self.head_weight.T
+        states = self.head(*self.mark_dynamic(x[last], change[last]), self.norm, self.shape.eps)
+        return states @ self.head_weight.T
 
-    def decode(self, x, rows, logits, place):
-        """One step of n rows: inputs (n, E) -> logits (n, W), written in place."""
-        own_len = (rows.t - 1).clamp(min=0)
+    def decode(self, x, rows, row_of_path):
+        """One step of n rows: inputs (n, E) -> rows.logits (n, W), written in place."""
+        past = (rows.t - 1).clamp(min=0)
         if self.on_cuda and x.numel() <= FEW:
-            last = self._decode_few(x, rows, own_len)
+            last = self._decode_few(x, rows, past)
         else:
             change = torch.zeros_like(x)
             for i, w in enumerate(self.layers):
-                x, q, k, v = self.into(*self.vary(x, change), w, self.shape)
-                x, change = self.out_of(
-                    *self.vary(x, self._attend(i, q, k, v, rows, own_len, place)), w, self.shape
-                )
-            last = self.head(*self.vary(x, change), self.norm, self.shape.eps)
-        torch.mm(last, self.head_weight.T, out=logits)
+                x, q, k, v = self.into(*self.mark_dynamic(x, change), w, self.shape)
+                attended = self._attend(i, q, k, v, rows, past, row_of_path)
+                x, change = self.out_of(*self.mark_dynamic(x, attended), w, self.shape)
+            last = self.head(*self.mark_dynamic(x, change), self.norm, self.shape.eps)
+        torch.mm(last, self.head_weight.T, out=rows.logits)
 
-    def _decode_few(self, x, rows, own_len):
+    def _decode_few(self, x, rows, past):
         """The same in five kernels a layer: few rows wait for memory and for kernels to start."""
         eps, counter, linear = self.shape.eps, self.counter, kernels.few_rows_linear
-        x = kernels.Normed(x, *self.enter(*self.vary(x), self.layers[0].norm_in))
+        x = kernels.Normed(x, *self.enter(*self.mark_dynamic(x), self.layers[0].norm_in))
         norms = [w.norm_in for w in self.layers[1:]] + [self.norm]
         for i, (w, norm) in enumerate(zip(self.layers, norms, strict=True)):
             q, k, v = heads(linear(x, w.qkv, w.qkv_bias, counter, eps=eps), w, self.shape)
-            x = linear(
-                self._attend(i, q, k, v, rows, own_len), w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid
-            )
+            attended = self._attend(i, q, k, v, rows, past)
+            x = linear(attended, w.o, w.o_bias, counter, residual=x.x, norm=w.norm_mid)
             inner = linear(x, w.gate_up, w.gate_up_bias, counter, gated=True, eps=eps)
             x = linear(inner, w.down, w.down_bias, counter, residual=x.x, norm=norm)
-        return self.leave(*self.vary(x.scaled, x.squares), eps)
+        return self.leave(*self.mark_dynamic(x.scaled, x.squares), eps)
 
-    def _attend(self, i, q, k, v, rows, own_len, place=None):
-        tables, stored = (self.cos, self.sin), (self.prompt[i], self.own[i])
+    def _attend(self, layer, q, k, v, rows, past, row_of_path=None):
+        cache = LayerCache(self.prompt[layer], self.completion[layer], self.slot_len, self.cos, self.sin)
         if self.on_cuda:
-            where = (rows.slot, rows.home, rows.prompt_len, own_len, rows.done, self.counter)
-            return kernels.decode_attention(q, k, v, *tables, *stored, *where, self.scale)
-        return attend(
-            q, k, v, *tables, *stored, place, rows.slot, rows.path, self.slot_len, own_len, self.scale
-        )
+            return kernels.decode_attention(q, k, v, cache, rows, past, self.counter, self.scale)
+        return attend(q, k, v, cache, rows, row_of_path, self.scale)
 
-    def vary(self, *tensors):
+    def mark_dynamic(self, *tensors):
         """Tell the compiler that the number of rows changes from call to call."""
         for tensor in tensors if self.compiled else ():
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return tensors
 
-    def keep(self, order, longest):
-        """Rows `order` become the first ones. On CUDA nothing moves: the kernel looks up where a row's keys are."""
-        for layer in self.own if not self.on_cuda else ():
+    def select_rows(self, order, longest):
+        """Rows `order` become the first ones; none has more than `longest` tokens.
+
+        On CUDA nothing moves: the kernel looks up where a row's keys are.
+        """
+        for layer in self.completion if not self.on_cuda else ():
             for side in layer:
                 side[: len(order), :, :longest] = side[order, :, :longest]

@@ -1,6 +1,7 @@
-"""What the decoder knows of a tokenizer, as tables on the model's device: which ids exist, which end a text, which end the thinking.
+"""What the decoder knows of a tokenizer, as tables on the model's device.
 
-V real ids of the tokenizer, W logits of a row (the model's head, padded to whole blocks), S states of the automaton.
+Which ids exist, which end a text, which end the thinking. V real ids of the tokenizer, W logits of a row (the
+model's head, padded to whole blocks), S states of the automaton.
 """
 
 import functools
@@ -13,17 +14,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from errors import SettingError
-from problems.arithmetic import ITEMS, LESS, MORE, NAMES
 
-IDS_TO_WAIT = 16  # for the bytes that make a whole text; a character has 4 at the most, but an id may end one and begin the next
-
-
+# Ids to wait for the bytes of a whole text: a character has 4, but an id may end one and begin the next.
+IDS_TO_WAIT = 16
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
-
-
-IMPOSSIBLE = (
-    -1e30
-)  # a logit that is never drawn; finite: p * log p must not become 0 * inf, nor inf - inf arise
+# A logit that is never drawn; finite, so that neither p * log p nor a difference of two becomes NaN.
+IMPOSSIBLE = -1e30
 
 
 def whole_blocks(count):
@@ -32,10 +28,9 @@ def whole_blocks(count):
 
 
 def token_bytes(tokenizer, count):
-    """The bytes that each id adds to a decoded text; a special token adds none (texts are decoded with skip_special_tokens)."""
+    """The bytes that each of the first `count` ids adds to a decoded text; a special token adds none."""
     decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"], ensure_ascii=False)
     added = tokenizer.added_tokens_decoder
-    pieces = tokenizer.convert_ids_to_tokens(list(range(count)))
     byte_of_char = _byte_level_alphabet()
 
     def content(token_id, piece):
@@ -49,21 +44,20 @@ def token_bytes(tokenizer, count):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode() if "▁" in decoder else piece.encode()
 
+    pieces = tokenizer.convert_ids_to_tokens(list(range(count)))
     return [content(token_id, piece) for token_id, piece in enumerate(pieces)]
 
 
 def token_pieces(tokenizer, ids):
-    """The text of each id of a completion, special tokens too; a character that several make is the last one's. Joined they are the whole text.
+    """The text of each id of a completion, special tokens too; joined they are the whole text.
 
-    Bytes that are no text become � there or soon after. tokenizers' own DecodeStream raises on some of them, and takes quadratic time over many.
+    A character that several ids make belongs to the last of them. Bytes that are no text become � there or
+    soon after. tokenizers' own DecodeStream raises on some of them, and takes quadratic time over many.
     """
     decode = functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    pieces, first, start, before = (
-        [],
-        0,
-        0,
-        "",
-    )  # ids[first:start] are behind us, as `before`; they show how the next ones join to them
+    pieces = []
+    # ids[first:start] are done and give `before`; decoded again they show how the next ids join them.
+    first, start, before = 0, 0, ""
     for end in range(1, len(ids) + 1):
         text = decode(ids[first:end])
         whole = not text.endswith("�") or end - start >= IDS_TO_WAIT or end == len(ids)
@@ -82,9 +76,11 @@ def _byte_level_alphabet():
 
 
 def delimiter_automaton(pieces, delimiter):
-    """next_state (S, V): follows `delimiter` through text that arrives as tokens; state = matched length, S - 1 = seen (and stays so).
+    """next_state (S, V): follows `delimiter` through a text that arrives as tokens; `pieces` are the bytes of
+    each.
 
-    Exact however the tokenizer splits the delimiter or merges its ends with other text. `pieces`: the bytes of each token.
+    A state is the length matched so far; the last one, S - 1, says that the delimiter was seen, and is never
+    left. Exact however the tokenizer splits the delimiter or merges its ends with other text.
     """
     pattern = delimiter.encode()
     final = len(pattern)
@@ -92,14 +88,14 @@ def delimiter_automaton(pieces, delimiter):
     for state in range(final):
         for byte in range(256):
             text = pattern[:state] + bytes([byte])
-            byte_step[state, byte] = next(
-                k for k in range(min(len(text), final), -1, -1) if text.endswith(pattern[:k])
-            )
+            lengths = range(min(len(text), final), -1, -1)
+            byte_step[state, byte] = next(k for k in lengths if text.endswith(pattern[:k]))
     byte_step[final] = final
     states = np.repeat(np.arange(final + 1)[:, None], len(pieces), axis=1)
     active, position = [i for i, piece in enumerate(pieces) if piece], 0
     while active:  # one byte of every token that still has one
-        states[:, active] = byte_step[states[:, active], np.array([pieces[i][position] for i in active])]
+        byte = np.array([pieces[i][position] for i in active])
+        states[:, active] = byte_step[states[:, active], byte]
         position += 1
         active = [i for i in active if len(pieces[i]) > position]
     return torch.from_numpy(states)
@@ -119,78 +115,89 @@ class TokenTables:
 
 
 def eos_token_ids(tokenizer, model):
-    """The union of the EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
-    name = model.config.name_or_path
-    sources = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
-    sources.append(model.generation_config.eos_token_id if model.generation_config is not None else None)
-    ids = {i for s in sources if s is not None for i in (s if isinstance(s, list | tuple) else [s])}
+    """The EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
+    ids = set()
+    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            ids.update(value if isinstance(value, list | tuple) else [value])
     if not ids:
         raise SettingError(
             "model",
-            name,
-            "neither the tokenizer nor the model's configs name an EOS token: set eos_token in tokenizer_config.json",
+            model.config.name_or_path,
+            "neither the tokenizer nor the model's configs name an EOS token:"
+            " set eos_token in tokenizer_config.json",
         )
     if wrong := [i for i in ids if type(i) is not int]:
-        raise SettingError(
-            "model",
-            name,
-            f"eos_token_id holds {wrong[0]!r} in config.json or generation_config.json, which is no whole number",
-        )
+        files = "config.json or generation_config.json"
+        remedy = f"eos_token_id holds {wrong[0]!r} in {files}, which is no whole number"
+        raise SettingError("model", model.config.name_or_path, remedy)
     return sorted(i for i in ids if i >= 0)  # some configs write -1 for none
 
 
 def token_tables(tokenizer, model, think_end=None):
-    """Read tokenizer and model once. `think_end`: the delimiter that ends thinking, or None where nobody asks."""
+    """Read tokenizer and model once. `think_end`: the delimiter that ends thinking, or None."""
     table_size = model.get_input_embeddings().weight.shape[0]
     known = set(tokenizer.get_vocab().values())
-    if max(known) >= table_size:
-        remedy = f"the tokenizer has ids up to {max(known)}, the model embeds only {table_size}: they do not belong together"
-        raise SettingError("model", model.config.name_or_path, remedy)
-    num_real, device = max(known) + 1, model.device
+    num_real, device, name = max(known) + 1, model.device, model.config.name_or_path
+    if num_real > table_size:
+        sizes = f"the tokenizer has ids up to {max(known)}, the model embeds only {table_size}"
+        raise SettingError("model", name, f"{sizes}: they do not belong together")
     eos_ids = [i for i in eos_token_ids(tokenizer, model) if i < num_real]
     if not eos_ids:
-        raise SettingError(
-            "model",
-            model.config.name_or_path,
-            "no EOS id of tokenizer, config or generation config is one that the tokenizer has",
-        )
+        remedy = "no EOS id of tokenizer, config or generation config is one that the tokenizer has"
+        raise SettingError("model", name, remedy)
     is_eos = torch.zeros(num_real, dtype=torch.bool)
     is_eos[eos_ids] = True
     real = torch.zeros(whole_blocks(table_size), dtype=torch.bool)
     real[list(known)] = True
-    missing = ~real[:num_real] if len(known) < num_real else None
-    pieces = token_bytes(tokenizer, num_real) if think_end else [b""] * num_real
+    if think_end:
+        next_state = delimiter_automaton(token_bytes(tokenizer, num_real), think_end)
+    else:
+        next_state = torch.zeros(2, num_real, dtype=torch.long)
     return TokenTables(
         num_real=num_real,
         pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         eos_ids=eos_ids,
         is_eos=is_eos.to(device),
-        missing=None if missing is None else missing.to(device),
+        missing=(~real[:num_real]).to(device) if len(known) < num_real else None,
         real=real.to(device),
-        next_state=delimiter_automaton(pieces, think_end or "").to(device)
-        if think_end
-        else torch.zeros(2, num_real, dtype=torch.long, device=device),
+        next_state=next_state.to(device),
     )
 
 
-def arithmetic_tokenizer():
-    """One token a word (with the space before it), tag, digit or sign; decoding gives back the text that was encoded, to the letter.
+ARITHMETIC_WORDS = (
+    "Ann Bob Eve Tom Sue Max Liz Dan pens cups eggs cards books apples coins balls gets buys loses sells"
+    " has and more How many does have now"
+).split()
 
-    Its chat template leaves the system message out: a model of this size learns the format from its warm start.
+
+def arithmetic_tokenizer():
+    """For the generated arithmetic problems: one token a word (with the space before it), tag, digit or sign.
+
+    Decoding gives back the text that was encoded, to the letter. Its chat template leaves the system message
+    out: a model of this size learns the format from its warm start.
     """
-    words = NAMES + ITEMS + MORE + LESS + ("has", "and", "more", "How", "many", "does", "have", "now")
     special = ["<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>", "<unk>"]
     tags = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-    tokens = [*special, *tags, *"\n .?+-=0123456789", *words, *(f" {w}" for w in words), "#"]
+    spaced = [f" {word}" for word in ARITHMETIC_WORDS]
+    tokens = [*special, *tags, *"\n .?+-=0123456789", *ARITHMETIC_WORDS, *spaced, "#"]
     raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>| ?[A-Za-z]+|\n|."), "isolated")
     raw.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|eos|>", pad_token="<|pad|>", unk_token="<unk>", additional_special_tokens=["<|user|>", "<|assistant|>"],
-        padding_side="left", clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=raw,
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}<|eos|>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}"
+        "{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
+        "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}<|eos|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     return tokenizer

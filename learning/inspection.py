@@ -77,7 +77,7 @@ def inspect_group(run, sampler, decoder, sampled, step):
         return None
     if is_printed:
         group = Group(rollout.mix[0].cpu(), rollout.thinking[:G].cpu(), rollout.input_change[:G].cpu())
-        ids = [ids for ids, _ in sampled.completions[:G]]
+        ids = [completion.ids for completion in sampled.completions[:G]]
         text = describe_interaction(_pieces(decoder, ids), _pieces(decoder, effect.alone), group, effect)
         run.say(f"M3PO_DEBUG, step {step + 1}, first group: {text}")
         run.say(f"  to see every token: {run.folder / 'report.html'}")

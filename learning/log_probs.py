@@ -8,7 +8,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import attend_without_mask, model_body, real_logits, send, softcap
+from decoding.any_model import attend_without_mask, model_body, real_logits, softcap
+from decoding.rollout import to_device
 from m3po_module import blend
 
 
@@ -41,7 +42,8 @@ class Scorer(nn.Module):
                 1, -(-len(token) // self.chunk_tokens)
             )  # about as large as each other: a rest of one token would be compiled for anew
             chunks = zip(
-                *(x.tensor_split(parts) for x in (hidden, send(rows, hidden.device)[row], token)), strict=True
+                *(x.tensor_split(parts) for x in (hidden, to_device(rows, hidden.device)[row], token)),
+                strict=True,
             )
             pieces = [score(h, rollout.ids[r, t], rollout.temperature) for h, r, t in chunks]
         scores = torch.zeros(2, len(rows), rollout.ids.shape[1], device=hidden.device)
@@ -63,7 +65,7 @@ class Scorer(nn.Module):
             int(sizes.sum(0).max()) - 1,
             int(sizes[1].sum()),
         )  # the last token predicts nothing
-        places, prompts, lengths = send(torch.stack([rows, *sizes]), device)
+        places, prompts, lengths = to_device(torch.stack([rows, *sizes]), device)
         inputs = torch.cat(
             [
                 self._embed(rollout.prompt_ids[places // rollout.num_generations]),
@@ -83,9 +85,9 @@ class Scorer(nn.Module):
         """Inputs (n, T', E) of the completion tokens, blended over their whole groups where paths interacted."""
         G, device = rollout.num_generations, rollout.ids.device
         if rollout.mix is None:
-            return self._embed(rollout.ids[send(rows, device), :length])
+            return self._embed(rollout.ids[to_device(rows, device), :length])
         groups, place = torch.unique(rows // G, return_inverse=True)
-        groups, place, path = send(groups, device), send(place, device), send(rows % G, device)
+        groups, place, path = to_device(groups, device), to_device(place, device), to_device(rows % G, device)
         ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(1, 2)  # (g, T', G)
         inputs = blend(self._embed(ids), rollout.mix[groups, :length], rollout.lambda_blend)  # (g, T', G, E)
         return inputs[place, :, path]

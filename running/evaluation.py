@@ -5,6 +5,7 @@ import statistics
 from accelerate.utils import gather_object
 
 from answers.formats import extract_answer
+from decoding.rollout import Sampling
 from learning.parallel import shard
 from rewards import right_answers
 
@@ -16,11 +17,11 @@ def held_out_accuracy(run, decoder, problems):
     finished. Raises Stopped where the run is told to stop in the meantime.
     """
     config, local = run.config, problems[shard(len(problems), run.accelerator)]
-    prompts = [p.ids for p in local]
-    answers = run.interruptible(decoder, lambda: decoder.complete(prompts, config.max_completion_length))
-    completions = [decoder.text(*pairs[0]) for pairs in answers]
+    prompts, greedy = [p.ids for p in local], Sampling(config.max_completion_length)
+    answers = run.interruptible(decoder, lambda: decoder.complete(prompts, greedy))
+    completions = [completion for [completion] in answers]
     right = right_answers(
-        completions, [p.problem.answer for p in local], config.answer_format, config.grading
+        [c.text for c in completions], [p.problem.answer for p in local], config.answer_format, config.grading
     )
     records = [
         {
@@ -29,11 +30,11 @@ def held_out_accuracy(run, decoder, problems):
             "question": p.problem.question,
             "answer": p.problem.answer,
             "right": bool(is_right),
-            "extracted": extract_answer(text, config.answer_format),
-            "length": len(pairs[0][0]),
-            "completion": text,
+            "extracted": extract_answer(completion.text, config.answer_format),
+            "length": len(completion.ids),
+            "completion": completion.text,
         }
-        for p, is_right, pairs, text in zip(local, right, answers, completions, strict=True)
+        for p, is_right, completion in zip(local, right, completions, strict=True)
     ]
     records = gather_object(records)
     run.log.write_evaluation(records)

@@ -96,7 +96,7 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
     """
     config, records = run.config, []
     G, first_row = config.num_generations, run.local_rows.start
-    for n, ((ids, ended), text) in enumerate(zip(sampled.completions, sampled.texts, strict=True)):
+    for n, (ids, text, ended) in enumerate(sampled.completions):
         problem, reward = sampled.problems[n // G].problem, sampled.rewards[n]
         record = {
             "schema_version": 1,

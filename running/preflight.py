@@ -17,7 +17,7 @@ import yaml
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
-from decoding.rollout import pad_left, rollout_uniforms
+from decoding.rollout import Sampling, rollout_uniforms
 from errors import SettingError
 from learning.memory import checkpoint_bytes
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
@@ -218,12 +218,11 @@ def _rewards(functions, problems, texts, config):
 def _print_pass_rate(decoder, problems, config):
     """Pass rate of the model as it stands, and what share of groups will carry no signal."""
     G, T = config.num_generations, config.max_completion_length
-    ids, mask = pad_left([p.ids for p in problems], decoder.tables.pad_id)
     started = time.perf_counter()
     uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T)
-    rollout = decoder.rollout(ids, mask, G, T, uniforms, config.temperature)
+    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
     seconds = time.perf_counter() - started
-    texts = [decoder.text(ids, ended) for ids, ended in rollout.completions()]
+    texts = [completion.text for completion in decoder.completions(rollout)]
     answers = [p.problem.answer for p in problems for _ in range(G)]
     right = right_answers(texts, answers, config.answer_format, config.grading)
     rates = [statistics.fmean(right[i : i + G]) for i in range(0, len(right), G)]

@@ -9,7 +9,8 @@ MENDS = {
     "unearned": "no completion has earned anything for {} steps. It usually helps: a supervised warm start "
     "(--warm_start), easier problems, an answer_format the model knows (see --check).",
     "format_only": "for {} steps every completion earned the same, and none was right. The format is learnt "
-    "and the answers are gone; it usually helps: a warm start, a lower learning_rate, a larger num_generations.",
+    "and the answers are gone; it usually helps: a warm start, a lower learning_rate, a larger "
+    "num_generations.",
 }
 
 
@@ -22,9 +23,7 @@ class Progress:
     train_seconds: float = 0.0
     bad_steps: int = 0  # latest steps in a row whose loss or gradient was not finite
     unearned_steps: int = 0  # latest steps in a row in which no completion earned anything
-    format_only_steps: int = (
-        0  # latest steps in a row in which all completions earned the same and none was right
-    )
+    format_only_steps: int = 0  # likewise, in which all completions earned the same and none was right
     best: float = -1.0  # held-out accuracy
     since_best: int = 0  # evaluations since then
     unlogged: dict | None = None  # metrics of the last step, if a signal interrupted its evaluation

@@ -86,12 +86,12 @@ class TrainConfig:
     )
     resume: bool = setting(
         False,
-        "go on from the newest whole checkpoint in output_dir, or from the start without one",
+        "go on from the newest whole checkpoint in output_dir; where there is none, from the start",
         resume="free",
     )
     resume_anyway: bool = setting(
         False,
-        "with resume: also where settings, data or number of processes differ from the checkpoint",
+        "with resume: although settings, data or the number of processes are not those of the checkpoint",
         resume="free",
     )
     stop_after: float | None = setting(
@@ -109,7 +109,7 @@ class TrainConfig:
     max_completion_length: int = setting(400, "tokens a completion may have", inherited=True, in_card=True)
     micro_batch_tokens: int | None = setting(
         None,
-        "tokens at once in the update, padding in: memory, not gradients (default: what fits)",
+        "tokens (padding in) at once in the update: changes memory, not gradients (default: what fits)",
         inherited=True,
     )
     learning_rate: float = setting(5e-6, "peak learning rate of AdamW", in_card=True)
@@ -118,7 +118,7 @@ class TrainConfig:
     adam_beta2: float = setting(0.999, "AdamW's second beta")
     optimizer: str = setting(
         "adamw",
-        "adamw: float32 moments, 8 bytes a weight; adamw_8bit: 2 (needs bitsandbytes)",
+        "adamw: float32 moments, 8 bytes a weight; adamw_8bit: 2 bytes a weight (needs bitsandbytes)",
         resume="never",
         inherited=True,
         in_card=True,
@@ -140,7 +140,7 @@ class TrainConfig:
     )
     bf16: bool = setting(
         True,
-        "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU uses float32",
+        "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32",
         inherited=True,
     )
     eval_every: int = setting(
@@ -164,7 +164,7 @@ class TrainConfig:
     max_bad_steps: int = setting(3, "stop after N steps in a row whose loss or gradient is not finite")
     cpu_threads: int | None = setting(
         None,
-        "threads torch may use on the CPU (default: its choice); 1 is best for a tiny model",
+        "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model",
         inherited=True,
     )
     fsdp: bool = setting(
@@ -174,7 +174,7 @@ class TrainConfig:
     )
     num_processes: int | None = setting(
         None,
-        "processes to start here (default: one a visible GPU, one on the CPU)",
+        "processes to start on this machine (default: one a visible GPU, one on the CPU)",
         resume="free",
         inherited=True,
     )
@@ -194,13 +194,13 @@ class TrainConfig:
     lora_alpha: int = setting(64, "LoRA: adapters count alpha / r", inherited=True, in_card=True)
     lora_target_modules: list[str] | None = setting(
         None,
-        "LoRA: names of layers with adapters (default: attention and MLP)",
+        "LoRA: names of the layers that get adapters (default: all of attention and MLP)",
         resume="never",
         inherited=True,
     )
     save_adapter: bool = setting(
         False,
-        "LoRA: also write the adapter into output_dir/adapter; output_dir holds merged weights",
+        "LoRA: also write the adapter alone into output_dir/adapter; output_dir itself holds merged weights",
         resume="free",
     )
 
@@ -275,6 +275,10 @@ def check(config, names, good, remedy):
             raise SettingError(name, getattr(config, name), remedy)
 
 
+def check_one_of(config, name, values):
+    check(config, name, lambda v: v in values, "must be one of " + ", ".join(values))
+
+
 def needs_package(config, name, needed, package, otherwise, install=None):
     """Refuse a setting whose package is missing; `otherwise` is the value that does without it."""
     if needed and find_spec(package) is None:
@@ -284,11 +288,10 @@ def needs_package(config, name, needed, package, otherwise, install=None):
 
 def check_prompting(config):
     """The settings that decide what the model reads, shared with the evaluation."""
-    check(config, "grading", lambda v: v in GRADINGS, "must be one of " + ", ".join(GRADINGS))
+    check_one_of(config, "grading", GRADINGS)
     math_verify = "'math-verify[antlr4-13-2]'"
     needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
-    formats = "must be one of " + ", ".join(ANSWER_FORMATS)
-    check(config, "answer_format", lambda v: v in ANSWER_FORMATS, formats)
+    check_one_of(config, "answer_format", ANSWER_FORMATS)
     template_kwargs(config)
     system_prompt(config)
 

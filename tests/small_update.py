@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 import grpo_train
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Rollout, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms
 from grpo_train import Config
 from learning.learner import Learner, make_learner
 from learning.log_probs import Scorer
@@ -53,9 +53,8 @@ def small_update(tokenizer, prompts, lambda_blend=0.3, **settings):
     policy, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
     decoder = GroupDecoder(policy, tokenizer, "e", Interaction(lambda_blend))
     decoder.tables.is_eos[3::25] = True
-    ids, mask = pad_left(prompts, decoder.tables.pad_id)
     uniforms = rollout_uniforms(0, 0, 0, len(prompts) * 4, 16)
-    rollout = decoder.rollout(ids, mask, 4, 16, uniforms, config.temperature)
+    rollout = decoder.rollout(prompts, Sampling(16, 4, config.temperature), uniforms)
     learner = make_learner(
         config, Accelerator(cpu=True), policy, other if config.beta else None, decoder, 100
     )

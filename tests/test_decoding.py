@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -12,28 +13,34 @@ from decoding import fast_model
 from decoding.any_model import check_head, vocab_logits
 from decoding.decoder import GroupDecoder
 from decoding.fast_model import why_not
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
 from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
-from decoding.tokens import delimiter_automaton, eos_token_ids, token_bytes, token_tables
+from decoding.tokens import (
+    arithmetic_tokenizer,
+    delimiter_automaton,
+    eos_token_ids,
+    token_bytes,
+    token_tables,
+)
 from errors import SettingError
+from problems.arithmetic import arithmetic_problems
 from small_models import build_model
 
 T = 24
 
 
 def sampled(decoder, prompts, G=3, length=T, temperature=1.0, seed=0, **kwargs):
-    ids, mask = pad_left(prompts, decoder.tables.pad_id)
     uniforms = rollout_uniforms(seed, 0, 0, len(prompts) * G, length)
-    return decoder.rollout(ids, mask, G, length, uniforms, temperature, **kwargs)
+    return decoder.rollout(prompts, Sampling(length, G, temperature), uniforms, **kwargs)
 
 
-def slow_group(
-    model, prompt, uniforms, *, num_real, eos, closes, lam, tau, temperature=1.0, similarity="distribution"
-):
-    """M3PO by the letter for one group: every path recomputed from its first token at every step, plain Python for the weights.
+def slow_group(decoder, prompt, uniforms, temperature, closes):
+    """M3PO by the letter for one group: every path recomputed from its first token at each step, weights in plain Python.
 
     `closes(ids)` says whether the text of the ids has ended the thinking. Returns ids, log-probs (lists a path) and mix[t][i][j].
     """
+    model, interaction, tau = decoder.model, decoder.interaction, decoder.interaction.temperature
+    num_real, eos, lambda_blend = len(decoder.tokenizer), decoder.tables.eos_ids, interaction.lambda_blend
     embed, G = model.get_input_embeddings(), len(uniforms)
     inputs = [embed(torch.tensor([prompt])) for _ in range(G)]
     ids, logps, mixes, done = [[] for _ in range(G)], [[] for _ in range(G)], [], [False] * G
@@ -51,31 +58,24 @@ def slow_group(
             break
         thinks = [not done[i] and not closes(ids[i]) for i in range(G)]
         vectors = [
-            torch.softmax(x, -1) if similarity == "distribution" else embed(torch.tensor(y[-1]))
+            torch.softmax(x, -1) if interaction.similarity == "distribution" else embed(torch.tensor(y[-1]))
             for x, y in zip(logits, ids, strict=True)
         ]
         mix = [[0.0] * G for _ in range(G)]
         for i in range(G):
             peers = [j for j in range(G) if j != i and thinks[j] and thinks[i]]
-            scores = [
-                math.exp(
-                    (
-                        1.0
-                        if similarity == "mean"
-                        else float(torch.cosine_similarity(vectors[i], vectors[j], dim=0))
-                    )
-                    / tau
-                )
-                for j in peers
-            ]
+            cosines = [float(torch.cosine_similarity(vectors[i], vectors[j], dim=0)) for j in peers]
+            if interaction.similarity == "mean":
+                cosines = [1.0] * len(peers)
+            scores = [math.exp(cosine / tau) for cosine in cosines]
             for j, s in zip(peers, scores, strict=True):
                 mix[i][j] = s / sum(scores)
         mixes.append(mix)
-        own = [embed(torch.tensor([y[-1]])) for y in ids]
+        embeds = [embed(torch.tensor([y[-1]])) for y in ids]
         for i in range(G):
             if not done[i]:
-                heard = sum((mix[i][j] * own[j] for j in range(G)), torch.zeros_like(own[i]))
-                h = (1 - lam) * own[i] + lam * heard if any(mix[i]) else own[i]
+                peers = sum((mix[i][j] * embeds[j] for j in range(G)), torch.zeros_like(embeds[i]))
+                h = (1 - lambda_blend) * embeds[i] + lambda_blend * peers if any(mix[i]) else embeds[i]
                 inputs[i] = torch.cat([inputs[i], h[None]], 1)
     return ids, logps, mixes
 
@@ -87,11 +87,12 @@ def test_paths_that_interact_are_sampled_as_the_formulas_say(model, tokenizer, p
     out = sampled(decoder, prompts[:3], temperature=0.9)
     uniforms = rollout_uniforms(0, 0, 0, 9, T)
     heard = 0
+
+    def closes(ids):
+        return "5" in tokenizer.decode(ids, skip_special_tokens=True)
+
     for b, prompt in enumerate(prompts[:3]):
-        ids, logps, mixes = slow_group(
-            model, prompt, uniforms[3 * b : 3 * b + 3], num_real=len(tokenizer), eos=decoder.tables.eos_ids, lam=0.3, tau=0.1, temperature=0.9,
-            closes=lambda x: "5" in tokenizer.decode(x, skip_special_tokens=True), similarity=similarity,
-        )  # fmt: skip
+        ids, logps, mixes = slow_group(decoder, prompt, uniforms[3 * b : 3 * b + 3], 0.9, closes)
         for i in range(3):
             n = 3 * b + i
             assert out.ids[n][out.mask[n]].tolist() == ids[i]
@@ -124,7 +125,7 @@ def test_a_group_that_has_stopped_thinking_is_plain_sampling_bit_for_bit(llama, 
 
 
 def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
-    """Two paths have said five tokens and hear each other, the third ended after two: the weights belong to the fifth, the change to |e|."""
+    """Two paths with five tokens hear each other, the third ended after two: the weights belong to the fifth token."""
     rows = Rows(*[None] * len(Rows._fields))._replace(
         t=torch.tensor([5, 5, 2]),
         slot=torch.tensor([0, 0, 0]),
@@ -132,16 +133,8 @@ def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
         input_change=torch.zeros(3, 8),
     )
     embeds, mix = torch.tensor([[3.0, 4.0], [0.0, 10.0], [7.0, 7.0]]), torch.zeros(1, 8, 3, 3)
-    inputs = mix_step(
-        embeds,
-        torch.tensor([True, True, False]),
-        torch.ones(1, 3, 3),
-        torch.tensor([[0, 1, 2]]),
-        rows,
-        mix,
-        0.1,
-        0.5,
-    )
+    thinking, row_of_path = torch.tensor([True, True, False]), torch.tensor([[0, 1, 2]])
+    inputs = mix_step(embeds, torch.ones(1, 3, 3), thinking, row_of_path, rows, mix, Interaction(0.5, 0.1))
     assert inputs.tolist() == [[1.5, 7.0], [1.5, 7.0], [7.0, 7.0]]
     assert mix[0, 4].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
     assert not mix[0, [0, 1, 2, 3, 5, 6, 7]].any()
@@ -177,9 +170,8 @@ def test_groups_never_see_each_other(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
     together = sampled(decoder, prompts[:2])
     uniforms = rollout_uniforms(0, 0, 0, 6, T)
-    ids, mask = pad_left(prompts[1:2], decoder.tables.pad_id)
-    alone = decoder.rollout(ids, mask, 3, T, uniforms[3:])
-    assert [r for r, _ in together.completions()[3:]] == [r for r, _ in alone.completions()]
+    alone = decoder.rollout(prompts[1:2], Sampling(T, 3, 1.0), uniforms[3:])
+    assert together.completion_ids()[3:] == alone.completion_ids()
 
 
 @torch.no_grad()
@@ -205,16 +197,13 @@ def test_the_token_that_closes_the_reasoning_neither_gives_nor_receives(llama, t
 @torch.no_grad()
 def test_greedy_decoding_equals_generate_in_every_family(model, tokenizer, prompts):
     decoder = GroupDecoder(model, tokenizer)
-    for (ids, _), prompt in zip((a[0] for a in decoder.complete(prompts, T)), prompts, strict=True):
-        assert ids == generate(model, tokenizer, [prompt], decoder)[0], (
-            "a row in a ragged batch, against generate on the row alone"
-        )
-    for (ids, _), expected in zip(
-        (a[0] for a in decoder.complete(prompts, T)),
-        generate(model, tokenizer, prompts, decoder),
-        strict=True,
-    ):
-        assert ids == expected, "against generate on the same left-padded batch"
+    ours = [completion.ids for [completion] in decoder.complete(prompts, Sampling(T))]
+    alone = [generate(model, tokenizer, [prompt], decoder)[0] for prompt in prompts]
+    assert ours == alone, "a row in a ragged batch, against generate on the row alone"
+    again = [completion.ids for [completion] in decoder.complete(prompts, Sampling(T))]
+    assert again == generate(model, tokenizer, prompts, decoder), (
+        "against generate on the same left-padded batch"
+    )
 
 
 def generate(model, tokenizer, prompts, decoder):
@@ -234,13 +223,12 @@ def generate(model, tokenizer, prompts, decoder):
 @torch.no_grad()
 def test_a_sample_does_not_depend_on_its_batch(model, tokenizer, prompts):
     decoder = GroupDecoder(model, tokenizer)
-    at_once = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=100)
-    one_by_one = decoder.complete(prompts, T, samples=2, temperature=0.8, seed=3, batch_rows=1)
-    assert at_once == one_by_one
-    assert at_once[2:4] == decoder.complete(
-        prompts[2:4], T, samples=2, temperature=0.8, seed=3, places=[2, 3]
-    ), "some of more have the draws of their places"
-    assert at_once != decoder.complete(prompts, T, samples=2, temperature=0.8, seed=4)
+    two = Sampling(T, 2, 0.8)
+    at_once = decoder.complete(prompts, two, seed=3, batch_rows=100)
+    assert at_once == decoder.complete(prompts, two, seed=3, batch_rows=1)
+    some = decoder.complete(prompts[2:4], two, seed=3, indices=[2, 3])
+    assert at_once[2:4] == some, "some of more have the draws of their indices"
+    assert at_once != decoder.complete(prompts, two, seed=4)
 
 
 @torch.no_grad()
@@ -341,7 +329,8 @@ def test_an_id_the_tokenizer_does_not_have_is_never_sampled(tokenizer, prompts):
     model.lm_head.bias[len(tokenizer) :] = 50.0
     decoder = GroupDecoder(model, tokenizer)
     assert int(sampled(decoder, prompts, G=8).ids.max()) < len(tokenizer)
-    assert max(max(a[0][0]) for a in decoder.complete(prompts, T)) < len(tokenizer)
+    greedy = decoder.complete(prompts, Sampling(T))
+    assert max(max(completion.ids) for [completion] in greedy) < len(tokenizer)
 
 
 @torch.no_grad()
@@ -360,9 +349,9 @@ def test_generation_config_cannot_narrow_the_distribution(tokenizer, prompts):
 def test_frequencies_are_those_of_the_softmax_at_the_temperature(llama, tokenizer, prompts, temperature):
     """Each token's count within 5 standard deviations of the binomial's, and a chi-square over all that is not extreme."""
     decoder, draws = GroupDecoder(llama, tokenizer), 20000
-    ids, mask = pad_left(prompts[:1], tokenizer.pad_token_id)
-    out = decoder.rollout(ids, mask, draws, 1, rollout_uniforms(5, 0, 0, draws, 1), temperature)
-    logits = llama(input_ids=ids).logits[0, -1, : len(tokenizer)].double() / temperature
+    uniforms = rollout_uniforms(5, 0, 0, draws, 1)
+    out = decoder.rollout(prompts[:1], Sampling(1, draws, temperature), uniforms)
+    logits = llama(input_ids=torch.tensor(prompts[:1])).logits[0, -1, : len(tokenizer)].double() / temperature
     p = logits.softmax(-1)
     counts = torch.bincount(out.ids[:, 0], minlength=len(tokenizer)).double()
     assert ((counts - draws * p).abs() <= 5 * (draws * p * (1 - p)).sqrt() + 1).all()
@@ -477,23 +466,30 @@ def test_the_bytes_of_tokens_make_the_decoded_text(tokenizer):
     assert pieces[tokenizer.eos_token_id] == b"", "special tokens are not part of a text"
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.3])
+@pytest.mark.parametrize("lambda_blend", [0.0, 0.3])
 @torch.no_grad()
-def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, prompts, lam):
+def test_weights_changed_in_place_are_seen_by_the_very_next_rollout(tokenizer, prompts, lambda_blend):
     """And so is nothing else of the rollout before: columns, cache and states are those of a decoder just made."""
     model, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
-    decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam))
-    decoder.complete(prompts * 3, 50)
+    decoder = GroupDecoder(model, tokenizer, "e", Interaction(lambda_blend))
+    decoder.complete(prompts * 3, Sampling(50))
     before = sampled(decoder, prompts, length=40)
     assert torch.equal(before.ids, sampled(decoder, prompts, length=40).ids)
     for target, source in zip(model.parameters(), other.parameters(), strict=True):
         target.copy_(source)
     after, fresh = (
         sampled(decoder, prompts),
-        sampled(GroupDecoder(other, tokenizer, "e", Interaction(lam)), prompts),
+        sampled(GroupDecoder(other, tokenizer, "e", Interaction(lambda_blend)), prompts),
     )
     assert not torch.equal(before.ids[:, :8], after.ids[:, :8])
-    for name in ("ids", "logp", "mask", "thinking", "ended", *(("mix", "input_change") if lam else ())):
+    for name in (
+        "ids",
+        "logp",
+        "mask",
+        "thinking",
+        "ended",
+        *(("mix", "input_change") if lambda_blend else ()),
+    ):
         assert torch.equal(getattr(after, name), getattr(fresh, name)), name
 
 
@@ -521,15 +517,15 @@ def columns(out):
 def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, tokenizer, prompts):
     """Rows that leave on the way, paths that stop thinking, sampling at a temperature: everything that a rollout records."""
     model = build_model(family, tokenizer)
-    for lam in (0.0, 0.3):
+    for lambda_blend in (0.0, 0.3):
         decoders = [
-            GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity), fast=fast)
+            GroupDecoder(model, tokenizer, "e", Interaction(lambda_blend, 0.1, similarity), fast=fast)
             for fast in (True, False)
         ]
         for decoder in decoders:
             decoder.tables.is_eos[3::25] = True  # more ends than two ids would give
         fast, plain = (columns(sampled(d, prompts, G=6, length=60, temperature=0.9)) for d in decoders)
-        assert [d.backbone.refills for d in decoders] == [True, False]
+        assert [d.engine.backbone.refills for d in decoders] == [True, False]
         assert 0.3 < fast["ended"].float().mean() < 1 or fast["mask"].sum(-1).float().std() > 5, (
             "rows must leave at different times"
         )
@@ -539,29 +535,25 @@ def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, to
 
 
 @torch.no_grad()
-def test_prompts_that_take_the_place_of_ended_rows_are_answered_as_if_alone(llama, tokenizer, prompts):
+def test_prompts_that_are_given_the_rows_of_ended_ones_are_answered_as_if_alone(llama, tokenizer, prompts):
     many = [p[: 1 + i % len(p)] for i in range(8) for p in prompts]
     fast, plain = GroupDecoder(llama, tokenizer), GroupDecoder(llama, tokenizer, fast=False)
     for decoder in (fast, plain):
         decoder.tables.is_eos[3::25] = True
     done = []
-    for sampling in (dict(), dict(samples=3, temperature=0.8, seed=2)):
-        expected = plain.complete(many, 50, batch_rows=len(many) * 3, **sampling)
-        assert (
-            fast.complete(many, 50, batch_rows=9, keep=lambda *kept: done.append(kept), **sampling)
-            == expected
-        )
-        assert fast.complete(many, 50, batch_rows=1, **sampling) == expected
-        assert len({len(ids) for answers in expected for ids, _ in answers}) > 5, (
-            "rows must end at different times"
-        )
+    for sampling in (Sampling(50), Sampling(50, 3, 0.8)):
+        expected = plain.complete(many, sampling, 2, batch_rows=len(many) * 3)
+        answers = fast.complete(many, sampling, 2, batch_rows=9, keep=lambda *kept: done.append(kept))
+        assert answers == expected
+        assert fast.complete(many, sampling, 2, batch_rows=1) == expected
+        lengths = {len(completion.ids) for completions in expected for completion in completions}
+        assert len(lengths) > 5, "rows must end at different times"
         assert sorted(done) == list(enumerate(expected)), "each is handed over once, as it ends"
         assert done != sorted(done), "and before those before it have ended"
         done.clear()
         some = [3, 4, 17, 30]
-        assert fast.complete([many[i] for i in some], 50, places=some, **sampling) == [
-            expected[i] for i in some
-        ], "by their places among all"
+        answers = fast.complete([many[i] for i in some], sampling, 2, indices=some)
+        assert answers == [expected[i] for i in some], "by their indices among all"
 
 
 @pytest.mark.parametrize(
@@ -704,37 +696,39 @@ def test_sums_that_are_not_quite_monotone_draw_nothing_impossible(monkeypatch):
 @torch.no_grad()
 def test_nothing_to_say_or_to_ask_is_an_error_and_no_prompts_are_no_answers(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer)
-    assert decoder.complete([], 5) == []
+    assert decoder.complete([], Sampling(5)) == []
     with pytest.raises(AssertionError, match="room for a token"):
-        decoder.complete(prompts, 0)
+        decoder.complete(prompts, Sampling(0))
     with pytest.raises(AssertionError, match="prompt must have a token"):
-        decoder.complete([*prompts, []], 5)
+        decoder.complete([*prompts, []], Sampling(5))
 
 
 @torch.no_grad()
 def test_storage_that_could_not_be_had_is_asked_for_again(llama, tokenizer, prompts, monkeypatch):
     decoder = GroupDecoder(llama, tokenizer)
-    expected = decoder.complete(prompts, 8)
-    reserve = decoder.backbone.reserve
-    monkeypatch.setattr(
-        decoder.backbone, "reserve", lambda *sizes: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
-    )
-    with pytest.raises(torch.OutOfMemoryError):
-        decoder.complete(prompts, 30)
-    monkeypatch.setattr(decoder.backbone, "reserve", reserve)
-    assert decoder.complete(prompts, 8) == expected
-    assert decoder.complete(prompts, 30) == GroupDecoder(llama, tokenizer).complete(prompts, 30)
+    expected = decoder.complete(prompts, Sampling(8))
+
+    def fails(*sizes):
+        raise torch.OutOfMemoryError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.engine.backbone, "reserve", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            decoder.complete(prompts, Sampling(30))
+    assert decoder.complete(prompts, Sampling(8)) == expected
+    fresh = GroupDecoder(llama, tokenizer).complete(prompts, Sampling(30))
+    assert decoder.complete(prompts, Sampling(30)) == fresh
 
 
 @torch.no_grad()
 def test_storage_serves_calls_alike_and_is_not_the_product_of_calls_that_differ(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer)
-    decoder.complete(prompts * 20, 8, batch_rows=100)
-    decoder.complete(prompts * 20, 10, batch_rows=60)
-    assert decoder.reserved[0] == 100, "what is there is kept where it serves"
-    assert decoder.reserved[3] == 10
-    decoder.complete(prompts[:1], 400)
-    assert decoder.reserved[0] * decoder.reserved[3] <= 2 * 1000
+    decoder.complete(prompts * 20, Sampling(8), batch_rows=100)
+    decoder.complete(prompts * 20, Sampling(10), batch_rows=60)
+    assert decoder.engine.reserved.rows == 100, "what is there is kept where it serves"
+    assert decoder.engine.reserved.new_tokens == 10
+    decoder.complete(prompts[:1], Sampling(400))
+    assert decoder.engine.reserved.rows * decoder.engine.reserved.new_tokens <= 2 * 1000
 
 
 @torch.no_grad()
@@ -746,21 +740,39 @@ def test_a_prompt_is_computed_once_for_its_paths_and_a_row_no_longer_than_it_spe
     decoder.tables.is_eos[3::25] = True
     sampled(decoder, prompts)
     prefilled, decoded = [], []
-    prefill, decode = decoder.backbone.prefill, decoder.backbone.decode
-    monkeypatch.setattr(
-        decoder.backbone,
-        "prefill",
-        lambda asked, *rest: (prefilled.extend(map(len, asked)), prefill(asked, *rest)),
-    )
-    monkeypatch.setattr(
-        decoder.backbone, "decode", lambda x, *rest: (decoded.append(len(x)), decode(x, *rest))
-    )
+    backbone = decoder.engine.backbone
+    prefill, decode = backbone.prefill, backbone.decode
+
+    def count_prefill(asked, *rest):
+        prefilled.extend(map(len, asked))
+        prefill(asked, *rest)
+
+    def count_decode(x, *rest):
+        decoded.append(len(x))
+        decode(x, *rest)
+
+    monkeypatch.setattr(backbone, "prefill", count_prefill)
+    monkeypatch.setattr(backbone, "decode", count_decode)
     out = sampled(decoder, prompts, G=8, length=60)
     assert sorted(prefilled) == sorted(map(len, prompts))
     assert sum(decoded) <= out.lengths.sum()
     decoded.clear()
-    answers = decoder.complete(prompts * 8, 60, batch_rows=8, temperature=1.0)
+    answers = decoder.complete(prompts * 8, Sampling(60, temperature=1.0), batch_rows=8)
     assert max(decoded) == 8
-    assert sum(decoded) <= sum(len(ids) for [(ids, _)] in answers), (
-        "prompts that wait take the place of rows that have ended"
-    )
+    used = sum(len(completion.ids) for [completion] in answers)
+    assert sum(decoded) <= used, "prompts that wait are given the rows that have ended"
+
+
+def test_the_arithmetic_tokenizer_knows_every_word_of_the_generated_problems():
+    """It has a list of words of its own: a new name or item in the problems would come out as <unk>."""
+    tokenizer = arithmetic_tokenizer()
+    problems = arithmetic_problems("train", 32_166) + arithmetic_problems("test", 2_138)  # all there are
+    texts = [
+        f"{p.question}\n<reasoning>\n{p.solution}\n</reasoning>\n<answer>{p.answer}</answer>"
+        for p in problems
+    ]
+    texts = list({re.sub(r"\d", "", text): text for text in texts}.values())  # one of each wording
+    assert len(texts) == 8 * 8 * 4 * 2, "names, items, verbs, and the right and the wrong operation"
+    rows = tokenizer(texts)["input_ids"]
+    assert not any(tokenizer.unk_token_id in ids for ids in rows)
+    assert tokenizer.batch_decode(rows) == texts

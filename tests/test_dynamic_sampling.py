@@ -13,7 +13,7 @@ import torch
 import grpo_train
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.step import draw
 from learning import inspection
 from learning.inspection import interaction_effect
@@ -26,10 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def sampled(tokenizer, prompts, G, length, seed=0):
     decoder = GroupDecoder(build_model("qwen2", tokenizer), tokenizer, "e", Interaction(0.3))
-    ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    return decoder, decoder.rollout(
-        ids, mask, G, length, rollout_uniforms(seed, 0, 0, len(prompts) * G, length)
-    )
+    uniforms = rollout_uniforms(seed, 0, 0, len(prompts) * G, length)
+    return decoder, decoder.rollout(prompts, Sampling(length, G, 1.0), uniforms)
 
 
 def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokenizer, prompts):

@@ -3,15 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from decoding.decoder import GroupDecoder
-from decoding.fast_model import attend, rms_norm
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
-from decoding.step import How, Rows, mix_step, sample_step
+from decoding.fast_model import LayerCache, attend, rms_norm
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
+from decoding.step import Rows, StepKind, by_group, mix_step, sample_step
 from grpo_train import Config
 from learning.log_probs import Scorer, make_scorer
 from learning.models import refresh
@@ -31,7 +32,7 @@ T = 32
 def test_greedy_decoding_in_float32_equals_generate_on_the_card(family, tokenizer, prompts):
     model = build_model(family, tokenizer).cuda()
     decoder = GroupDecoder(model, tokenizer)
-    for (ids, _), prompt in zip((a[0] for a in decoder.complete(prompts, T)), prompts, strict=True):
+    for [completion], prompt in zip(decoder.complete(prompts, Sampling(T)), prompts, strict=True):
         beyond = list(range(len(tokenizer), model.config.vocab_size))
         row = torch.tensor([prompt], device="cuda")
         made = model.generate(
@@ -42,7 +43,7 @@ def test_greedy_decoding_in_float32_equals_generate_on_the_card(family, tokenize
             suppress_tokens=beyond,
         )[0, len(prompt) :].tolist()
         end = next((i + 1 for i, token in enumerate(made) if token in decoder.tables.eos_ids), len(made))
-        assert ids == made[:end]
+        assert completion.ids == made[:end]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "gpt2"])
@@ -52,8 +53,7 @@ def test_bf16_scoring_is_close_to_bf16_sampling_and_far_from_scoring_plain_ids(f
     sampler = build_model(family, tokenizer, dtype=torch.bfloat16).cuda()
     refresh(sampler, policy)
     decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3))
-    ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    out = decoder.rollout(ids, mask, 8, T, rollout_uniforms(0, 0, 0, 8 * len(prompts), T))
+    out = sampled(decoder, prompts)
     rows, scorer = list(range(len(out.ids))), Scorer(policy, decoder.tables, bf16=True)
     close = (scorer(out, rows)[0] - out.logp).abs()[out.mask].mean()
     out.mix = None
@@ -76,10 +76,8 @@ def test_the_host_waits_for_nothing_while_it_scores(tokenizer, prompts):
 
 
 def sampled(decoder, prompts, G=8, length=T, seed=0, **kwargs):
-    ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    return decoder.rollout(
-        ids, mask, G, length, rollout_uniforms(seed, 0, 0, G * len(prompts), length), **kwargs
-    )
+    uniforms = rollout_uniforms(seed, 0, 0, G * len(prompts), length)
+    return decoder.rollout(prompts, Sampling(length, G, temperature=1.0), uniforms, **kwargs)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -88,9 +86,9 @@ def sampled(decoder, prompts, G=8, length=T, seed=0, **kwargs):
 def test_captured_steps_give_the_samples_of_the_plain_path(family, compiled, tokenizer, prompts):
     """float32: the same tokens and log-probs, rows leaving on the way, M3PO on and off."""
     model = build_model(family, tokenizer).cuda()
-    for lam in (0.0, 0.3):
-        fast = GroupDecoder(model, tokenizer, "e", Interaction(lam), compiled=compiled)
-        plain = GroupDecoder(model, tokenizer, "e", Interaction(lam), fast=False)
+    for lambda_blend in (0.0, 0.3):
+        fast = GroupDecoder(model, tokenizer, "e", Interaction(lambda_blend), compiled=compiled)
+        plain = GroupDecoder(model, tokenizer, "e", Interaction(lambda_blend), fast=False)
         a, b = sampled(fast, prompts, length=120), sampled(plain, prompts, length=120)
         assert a.ended.float().mean() > 0.3, "rows must leave for this to say something"
         assert (a.ids == b.ids).float().mean() > 0.99, "an edge of the distribution may move a draw"
@@ -104,11 +102,11 @@ def test_captured_steps_give_the_samples_of_the_plain_path(family, compiled, tok
 def test_rows_that_stand_empty_in_a_captured_step_hold_nothing_of_an_earlier_call(
     similarity, tokenizer, prompts
 ):
-    """20 rows are decoded in 24: four are nobody's, and kept the prompt slots of an evaluation before."""
+    """20 rows are decoded in 24: four are free, and kept the prompt slots of an evaluation before."""
     model = build_model("llama", tokenizer).cuda()
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), compiled=False)
     first = sampled(decoder, prompts, G=4)
-    decoder.complete(prompts * 6, 12)
+    decoder.complete(prompts * 6, Sampling(12))
     again = sampled(decoder, prompts, G=4)
     plain = sampled(
         GroupDecoder(model, tokenizer, "e", Interaction(0.3, 0.1, similarity), fast=False), prompts, G=4
@@ -165,44 +163,30 @@ def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
     S, G, P, L = 3, 4, 192, 160
     n = S * G
     q, k, v = (torch.randn(n, h, width, device="cuda") for h in (heads, key_heads, key_heads))
-    prompt, own = (
+    prompt, completion = (
         torch.randn(2, rows, key_heads, length, width, device="cuda") for rows, length in ((S, P), (n, L))
     )
-    place = torch.arange(n, device="cuda").view(S, G)
-    slot, path = place.new_tensor([i // G for i in range(n)]), place.new_tensor([i % G for i in range(n)])
-    lengths, said = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
-    said[0] = 0
+    number = torch.arange(n, device="cuda")
+    slot_len, past = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
+    past[0] = 0
     cos, sin = torch.randn(2, P + L, width, device="cuda")
-    expected_own = own.clone()
-    expected = attend(q, k, v, cos, sin, prompt, expected_own, place, slot, path, lengths, said, width**-0.5)
-    done = torch.zeros(n, dtype=torch.bool, device="cuda")
-    done[5] = True
-    home = torch.arange(n, device="cuda").flip(0)
-    own = own[:, home].contiguous()
+    finished, slot = number == 5, number // G
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        t=past + 1, slot=slot, path=number % G, prompt_len=slot_len[slot], finished=finished
+    )
+    plain = LayerCache(prompt, completion.clone(), slot_len, cos, sin)
+    expected = attend(q, k, v, plain, rows, number.view(S, G), width**-0.5)
+    rows = rows._replace(cache_row=number.flip(0))
+    cache = plain._replace(completion=completion[:, rows.cache_row].contiguous())
     counter = torch.zeros(n * key_heads, dtype=torch.int32, device="cuda")
     for parts in (1, 2, 8, None):
-        got = decode_attention(
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            prompt,
-            own,
-            slot,
-            home,
-            lengths[slot],
-            said,
-            done,
-            counter,
-            width**-0.5,
-            parts=parts,
-        )
-        assert torch.allclose(got[~done], expected[~done], atol=1e-4)
+        got = decode_attention(q, k, v, cache, rows, past, counter, width**-0.5, parts=parts)
+        assert torch.allclose(got[~finished], expected[~finished], atol=1e-4)
         assert not got[5].any()
         assert not counter.any()
-    rows = torch.arange(n, device="cuda")[~done]
-    assert torch.allclose(own[:, home[rows]], expected_own[:, rows], atol=1e-5)
+    going = number[~finished]
+    written = cache.completion[:, rows.cache_row[going]]
+    assert torch.allclose(written, plain.completion[:, going], atol=1e-5)
 
 
 def added(parts, B, G):
@@ -220,15 +204,13 @@ def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     torch.manual_seed(0)
     logits, real = torch.randn(20, 1408, device="cuda") * 3, torch.ones(1408, dtype=torch.bool, device="cuda")
     real[5::7] = False
-    place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 20, 6, 5], [20, 20, 20, 20, 10]], device="cuda")
+    row_of_path = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 20, 6, 5], [20, 20, 20, 20, 10]], device="cuda")
     thinking = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]], device="cuda").bool()
     rows = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1] + 9 * [1], device="cuda").bool()
-    got = cosines(added(group_products(logits, logits.amax(-1), real, place, rows), 3, 5))
-    p = (
-        torch.nn.functional.pad(logits.masked_fill(~real, -torch.inf).softmax(-1), (0, 0, 0, 1))[place]
-        * thinking[..., None]
-    )
-    assert torch.allclose(got[:2], cosines(products(p))[:2], atol=1e-5)
+    parts = group_products(logits, logits.amax(-1), real, row_of_path, rows)
+    distributions = logits.masked_fill(~real, -torch.inf).softmax(-1)
+    p = by_group(distributions, row_of_path) * thinking[..., None]
+    assert torch.allclose(cosines(added(parts, 3, 5))[:2], cosines(products(p))[:2], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -281,40 +263,32 @@ def test_the_kernels_of_the_sampler_equal_plain_torch(greedy):
     real[5::7], real[1300:] = False, False
     is_eos = torch.zeros(1300, dtype=torch.bool, device="cuda")
     is_eos[::3] = True
-    tables = (torch.randint(0, 4, (4, 1300), device="cuda"), is_eos, real, 11)
+    next_state = torch.randint(0, 4, (4, 1300), device="cuda")
+    tables = SimpleNamespace(next_state=next_state, is_eos=is_eos, real=real, pad_id=11)
     temperature, limit = torch.tensor(0.7, device="cuda"), torch.tensor(6, device="cuda")
 
     def rows():
         torch.manual_seed(1)
         wide = dict(ids=torch.long, logp=torch.float32, thinking=torch.bool, input_change=torch.float32)
-        columns = {name: torch.zeros(n, T + 1, dtype=kind, device="cuda") for name, kind in wide.items()}
-        t, state = torch.randint(0, 6, (n,), device="cuda"), torch.randint(0, 4, (n,), device="cuda")
-        none, done = torch.zeros(n, dtype=torch.bool, device="cuda"), torch.rand(n, device="cuda") < 0.2
-        u = torch.rand(n, T + 1, device="cuda")
-        return Rows(
-            **columns,
-            uniforms=u,
-            t=t,
-            state=state,
-            ended=none,
-            done=done,
-            prompt_len=t,
-            slot=t,
-            path=t,
-            home=t,
-            logits=3 * torch.randn(n, W, device="cuda"),
-        )
+        columns = {name: torch.zeros(n, T + 1, dtype=dtype, device="cuda") for name, dtype in wide.items()}
+        columns["t"] = torch.randint(0, 6, (n,), device="cuda")
+        columns["state"] = torch.randint(0, 4, (n,), device="cuda")
+        columns["ended"] = torch.zeros(n, dtype=torch.bool, device="cuda")
+        columns["finished"] = torch.rand(n, device="cuda") < 0.2
+        columns["uniforms"] = torch.rand(n, T + 1, device="cuda")
+        columns["logits"] = 3 * torch.randn(n, W, device="cuda")
+        return Rows(*[None] * len(Rows._fields))._replace(**columns)
 
     a, b = rows(), rows()
     tokens, thinking, top = sample(a, tables, temperature, limit, greedy)
-    expected = sample_step(b, tables, temperature, limit, How(greedy, 0, 1.0, False))
+    expected = sample_step(b, tables, temperature, limit, StepKind(greedy, 0, 1.0, False))
     assert torch.equal(tokens, expected[0])
     assert torch.equal(thinking, expected[1])
     assert torch.allclose(top, expected[2], atol=1e-5)
-    for name in ("ids", "thinking", "t", "state", "ended", "done"):
+    for name in ("ids", "thinking", "t", "state", "ended", "finished"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert torch.allclose(a.logp, b.logp, atol=1e-5)
-    assert a.done.float().mean() > 0.3
+    assert a.finished.float().mean() > 0.3
     assert thinking.any()
 
 
@@ -324,35 +298,26 @@ def test_the_kernel_that_blends_equals_plain_torch():
 
     torch.manual_seed(0)
     n, E, T, B, G = 20, 96, 7, 3, 5
-    place = torch.tensor([[0, 1, 2, 3, 4], [9, 8, n, 6, 5], [n, n, 11, n, 10]], device="cuda")
+    row_of_path = torch.tensor([[0, 1, 2, 3, 4], [9, 8, n, 6, 5], [n, n, 11, n, 10]], device="cuda")
     thinking = torch.rand(n, device="cuda") < 0.8
     thinking[11] = False
-    logits, real, embeds = (
-        2 * torch.randn(n, 512, device="cuda"),
-        torch.ones(512, dtype=torch.bool, device="cuda"),
-        torch.randn(n, E, device="cuda"),
-    )
-    t, slot, path = (
-        torch.full((n,), 3, device="cuda"),
-        torch.zeros(n, dtype=torch.long, device="cuda"),
-        torch.zeros(n, dtype=torch.long, device="cuda"),
-    )
-    for b in range(B):
-        for g in range(G):
-            if place[b, g] < n:
-                slot[place[b, g]], path[place[b, g]] = b, g
+    logits, real = 2 * torch.randn(n, 512, device="cuda"), torch.ones(512, dtype=torch.bool, device="cuda")
+    embeds, t = torch.randn(n, E, device="cuda"), torch.full((n,), 3, device="cuda")
+    slot, path = torch.zeros(2, n, dtype=torch.long, device="cuda")
+    for b, g in (row_of_path < n).nonzero().tolist():
+        slot[row_of_path[b, g]], path[row_of_path[b, g]] = b, g
     made = []
     for kernel in (True, False):
         mix, change = torch.zeros(B, T, G, G, device="cuda"), torch.full((n, T + 1), 9.0, device="cuda")
+        rows = Rows(*[None] * len(Rows._fields))._replace(input_change=change, t=t, slot=slot, path=path)
+        recorded = (thinking, row_of_path, rows, mix, Interaction(0.2, 0.3))
         if kernel:
-            alike = kernels.group_products(logits, logits.amax(-1), real, place, thinking)
-            inputs = kernels.mix(embeds.clone(), alike, thinking, place, t, mix, change, 0.3, 0.2)
+            alike = kernels.group_products(logits, logits.amax(-1), real, row_of_path, thinking)
+            inputs = kernels.mix(embeds.clone(), alike, *recorded)
         else:
-            rows = Rows(*[None] * 3, change, None, t, *[None] * 4, slot, path, None, None)
-            alike = products(torch.nn.functional.pad(logits.softmax(-1), (0, 0, 0, 1))[place])
-            inputs = mix_step(embeds, thinking, alike, place, rows, mix, 0.3, 0.2)
+            inputs = mix_step(embeds, products(by_group(logits.softmax(-1), row_of_path)), *recorded)
         made.append((inputs, mix, change))
-    used = place[place < n]
+    used = row_of_path[row_of_path < n]
     assert torch.allclose(made[0][0][used], made[1][0][used], atol=1e-5)
     assert torch.allclose(made[0][1], made[1][1], atol=1e-5)
     assert torch.allclose(made[0][2][used], made[1][2][used], atol=1e-5)

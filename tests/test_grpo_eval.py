@@ -15,6 +15,7 @@ from test_sft_train import encoded
 
 import grpo_eval
 from decoding.decoder import GroupDecoder
+from decoding.rollout import Completion
 from errors import SettingError
 from reporting.statistics import over_questions
 from running.folder import save_model
@@ -89,8 +90,9 @@ def test_records_are_graded_strictly_and_by_the_last_number(tokenizer):
     decoder = GroupDecoder(build_model("llama", tokenizer), tokenizer)
     problem = encoded(tokenizer, "q", "17", "")
     texts = ["<answer>17</answer>", "it is 17", "<answer>1</answer> 17", ""]
-    answers = [(tokenizer(t)["input_ids"] + [tokenizer.eos_token_id], True) for t in texts]
-    [r] = grpo_eval.grade([problem], [grpo_eval.as_texts(answers, decoder)], "xml")
+    rows = [tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts]
+    answers = [Completion(ids, decoder.text(ids, True), True) for ids in rows]
+    [r] = grpo_eval.grade([problem], [grpo_eval.as_texts(answers)], "xml")
     assert r["resps"] == texts
     assert r["exact_match"] == {
         "strict-match": [1.0, 0.0, 0.0, 0.0],

@@ -13,7 +13,7 @@ NOT_PACKAGED = {"tests", "benchmarks"}
 NOTEBOOK = """
 import torch
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from grpo_train import group_advantages
 from learning.models import load_model, load_tokenizer
 from rewards import correctness_reward
@@ -22,8 +22,8 @@ tokenizer = load_tokenizer("tiny")
 model = load_model("tiny", tokenizer, torch.float32, torch.device("cpu")).eval()
 decoder = GroupDecoder(model, tokenizer, think_end="</reasoning>", interaction=Interaction(lambda_blend=0.1))
 prompts = [tokenizer("Ann has 12 pens and gets 5 more . How many pens does Ann have now ?")["input_ids"]]
-rollout = decoder.rollout(*pad_left(prompts, decoder.tables.pad_id), 8, 32, rollout_uniforms(0, 0, 0, 8, 32))
-texts = [decoder.text(ids, ended) for ids, ended in rollout.completions()]
+rollout = decoder.rollout(prompts, Sampling(32, 8, temperature=1.0), rollout_uniforms(0, 0, 0, 8, 32))
+texts = [completion.text for completion in decoder.completions(rollout)]
 rewards = torch.tensor(correctness_reward(completions=texts, answer=["17"] * 8))
 advantages = group_advantages(rewards, num_generations=8)
 """

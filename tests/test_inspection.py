@@ -80,14 +80,14 @@ def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(l
     decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.6)
     uniforms = rollout_uniforms(0, 0, 0, G, T)
     effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
-    sampled = [ids for ids, _ in out.completions()]
+    sampled = out.completion_ids()
     assert effect.alone != sampled
     assert effect.divergence.max() > 1e-3
     assert torch.allclose(
         effect.similarity.diagonal(dim1=1, dim2=2), torch.ones(len(effect.steps), G), atol=1e-5
     )
     decoder, out = rollout_of(llama, tokenizer, prompts[:1], lam=0.0)
-    out.mix, sampled = torch.zeros(1, out.ids.shape[1], G, G), [ids for ids, _ in out.completions()]
+    out.mix, sampled = torch.zeros(1, out.ids.shape[1], G, G), out.completion_ids()
     effect = interaction_effect(Scorer(llama, decoder.tables), out, uniforms)
     assert effect.alone == sampled, (
         "the same draws give the same tokens: scoring really sees what the sampler saw"
@@ -100,7 +100,7 @@ def test_rounding_is_not_taken_for_listening(tokenizer, prompts):
     model = build_model("gpt2", tokenizer, dtype=torch.bfloat16)
     decoder, out = rollout_of(model, tokenizer, prompts[:1], lam=1e-9, length=400)
     effect = interaction_effect(Scorer(model, decoder.tables), out, rollout_uniforms(0, 0, 0, G, 400))
-    assert effect.alone == [ids for ids, _ in out.completions()]
+    assert effect.alone == out.completion_ids()
 
 
 def test_the_effect_of_interaction_is_found_a_few_tokens_at_a_time(llama, tokenizer, prompts, monkeypatch):

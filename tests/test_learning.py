@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_train
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, pad_left, rollout_uniforms
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.tokens import token_tables
 from errors import SettingError
 from learning.learner import Learner, make_optimizer
@@ -28,10 +28,8 @@ G, T = 3, 24
 def rollout_of(model, tokenizer, prompts, lam=0.3, temperature=1.0, length=T, similarity="distribution"):
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(lam, 0.1, similarity))
     decoder.tables.is_eos[3::25] = True  # more ends than two ids would give in so few tokens
-    ids, mask = pad_left(prompts, decoder.tables.pad_id)
-    return decoder, decoder.rollout(
-        ids, mask, G, length, rollout_uniforms(0, 0, 0, len(prompts) * G, length), temperature
-    )
+    uniforms = rollout_uniforms(0, 0, 0, len(prompts) * G, length)
+    return decoder, decoder.rollout(prompts, Sampling(length, G, temperature), uniforms)
 
 
 def all_rows(rollout):
@@ -131,12 +129,12 @@ def test_nothing_after_eos_and_no_padding_can_change_a_score(model, tokenizer, p
     score = Scorer(model, decoder.tables)
     before, _ = score(out, all_rows(out))
     out.ids = torch.where(out.mask, out.ids, torch.randint(3, 200, out.ids.shape))
-    out.prompt_ids = torch.where(out.prompt_mask, out.prompt_ids, 5)
-    pad = torch.full((len(prompts), 50), 7)
-    out.prompt_ids, out.prompt_mask = (
-        torch.cat([pad, out.prompt_ids], 1),
-        torch.cat([pad < 0, out.prompt_mask], 1),
-    )
+    width = out.prompt_ids.shape[1]
+    rows = [
+        [7] * 50 + [5] * (width - len(prompt)) + prompt for prompt in prompts
+    ]  # other padding, and more of it
+    assert torch.equal(torch.tensor(rows)[:, -1], out.prompt_ids[:, -1])
+    out.prompt_ids = torch.tensor(rows)
     out.mix = torch.cat([out.mix, torch.zeros(len(prompts), 9, G, G)], 1)
     out.ids, out.mask = (
         torch.cat([out.ids, torch.full((len(out.ids), 9), 3)], 1),
@@ -168,7 +166,7 @@ def build_pad_is_eos(tokenizer):
 
 def test_micro_batches_hold_every_row_once_within_the_budget(llama, tokenizer, prompts):
     decoder, out = rollout_of(llama, tokenizer, prompts)
-    lengths = out.prompt_mask.sum(-1).repeat_interleave(G) + out.lengths
+    lengths = torch.tensor(out.sizes[0]) + out.lengths
     for budget in (1, 60, 200, 10**6):
         batches = micro_batches(out, budget)
         assert sorted(n for rows in batches for n in rows) == list(range(len(out.ids)))

@@ -75,7 +75,7 @@ class Card:
         return self.free - gradients, self.free
 
     def watched(self, rollout, rows):
-        prompts = rollout.prompt_mask.sum(-1).repeat_interleave(rollout.num_generations)
+        prompts = torch.tensor(rollout.sizes[0])
         lengths = (prompts + rollout.lengths)[rows]
         each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
         self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 
 import grpo_train
 from decoding.decoder import GroupDecoder
+from decoding.rollout import Sampling
 from errors import Stopped
 from problems.problem import Problem
 from running.evaluation import held_out_accuracy
@@ -50,9 +51,9 @@ def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     ]
     config, log = grpo_train.Config(max_completion_length=24), SimpleNamespace(write_evaluation=rows.extend)
     metrics = held_out_accuracy(stand_in(config, log=log, progress=Progress(step=3)), decoder, problems)
-    greedy = [pairs[0] for pairs in decoder.complete(prompts, 24)]
-    mean_length = sum(len(ids) for ids, _ in greedy) / 5
-    assert [row["completion"] for row in rows] == [decoder.text(*pair) for pair in greedy]
+    greedy = [completion for [completion] in decoder.complete(prompts, Sampling(24))]
+    mean_length = sum(len(completion.ids) for completion in greedy) / 5
+    assert [row["completion"] for row in rows] == [completion.text for completion in greedy]
     assert {row["step"] for row in rows} == {3}
     assert metrics == {"eval_accuracy": 0.0, "eval_length": mean_length, "eval_questions": 5}
 

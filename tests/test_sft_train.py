@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import sft_train
 from decoding.decoder import GroupDecoder
+from decoding.rollout import Sampling
 from decoding.tokens import token_tables
 from errors import DataError, SettingError
 from learning.log_probs import Scorer
@@ -149,7 +150,8 @@ def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_sc
             build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt),
             add_special_tokens=False,
         )["input_ids"]
-        assert decoder.text(*decoder.complete([ids], 100)[0][0]) == row["completion"]
+        [[completion]] = decoder.complete([ids], Sampling(100))
+        assert completion.text == row["completion"]
 
 
 def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():

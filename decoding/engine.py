@@ -1,0 +1,261 @@
+"""The engine of the decoder: storage of rows, prompt slots and mixing weights, and one decode step.
+
+B groups of G paths, n of R rows being decoded, T completion tokens, E embedding width. Nothing in a step
+waits for the device. On CUDA a step is captured once for each kind and number of rows, and replayed. Storage
+stays between calls and grows when a call needs more.
+"""
+
+import functools
+import os
+import time
+from typing import NamedTuple
+
+import torch
+
+from decoding.any_model import PlainBackbone
+from decoding.fast_model import FastBackbone, kernels, why_not
+from decoding.rollout import to_device
+from decoding.step import Rows, StepKind, by_group, mix_step, real_scores, sample_step
+from m3po_module import products
+
+
+class Sizes(NamedTuple):
+    """How much storage there is, or is needed."""
+
+    rows: int = 0
+    slots: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    groups: int = 0
+    paths: int = 0
+    mixed_tokens: int = 0  # tokens whose mixing weights are kept
+
+    def holds(self, needed):
+        return all(have >= need for have, need in zip(self, needed, strict=True))
+
+    def joined(self, needed):
+        """Sizes that hold both; `needed` where that takes over twice the keys and values of either."""
+        both = Sizes(*map(max, self, needed))
+        completions = max(self.rows * self.new_tokens, needed.rows * needed.new_tokens)
+        prompts = max(self.slots * self.prompt_tokens, needed.slots * needed.prompt_tokens)
+        if both.rows * both.new_tokens > 2 * completions or both.slots * both.prompt_tokens > 2 * prompts:
+            return needed
+        return both
+
+
+class Engine:
+    """Runs decode steps of `model` over rows that the caller fills; `prepare` comes first."""
+
+    def __init__(self, model, tables, interaction, fast, compiled):
+        self.model, self.tables, self.interaction = model, tables, interaction
+        self.device, self.on_cuda = model.device, model.device.type == "cuda"
+        self.fast, self.compiled = fast, compiled
+        self.backbone, self.reserved, self.graphs, self.setup_seconds = None, Sizes(), {}, 0.0
+
+    def prepare(self, prompts, sampling, interacts, max_rows=None):
+        """Make model path, storage and captured steps ready, as far as they are not; then every row is free.
+
+        Returns how many rows to decode at once, and how many prompt slots there are.
+        """
+        started = time.perf_counter()
+        if self.backbone is None:
+            self._choose_backbone()
+        self.backbone.reclaim_weights()
+        G, limit, longest = sampling.num_generations, sampling.max_new_tokens, max(map(len, prompts))
+        total = len(prompts) * G
+        batch = min(max_rows or self._default_rows(longest + limit), total) // G * G or G
+        # Use every captured row while prompts wait.
+        batch = min(self.step_rows(batch), total) // G * G
+        slots = batch // G * (1 if G == 1 or batch == total else 2)
+        # Captured steps look up groups only where paths interact.
+        self.grouped = interacts or not self.captures
+        groups, paths = (slots, G) if self.grouped else (1, 1)
+        prompt_tokens, mixed_tokens = -(-longest // 64) * 64, limit if interacts else 0
+        needed = Sizes(self.step_rows(batch), slots, prompt_tokens, limit, groups, paths, mixed_tokens)
+        if not self.reserved.holds(needed):
+            self._reserve(self.reserved.joined(needed))
+        self._reset(slots, sampling)
+        self.kind = StepKind(sampling.greedy, sampling.top_k, sampling.top_p, interacts)
+        if self.captures and self.kind not in self.graphs:
+            self._capture(started)
+        return batch, slots
+
+    def _choose_backbone(self):
+        reason, self.backbone = why_not(self.model) if self.fast else "", None
+        if reason is None:
+            self.backbone = FastBackbone(self.model, self.compiled and self.on_cuda)
+            reason = "its forward is not what its config says" if self.backbone.differs() else None
+        if reason:
+            _say(f"decoder: the plain path, which is slower ({reason})")
+        if reason is not None:
+            self.backbone = PlainBackbone(self.model)
+        self.captures = self.on_cuda and self.backbone.refills
+        self.compiled = self.compiled and self.captures
+
+    def _default_rows(self, tokens):
+        """How many rows to decode at once by default; on CUDA those that half of the free memory holds."""
+        if not self.captures:
+            return 256 if self.on_cuda else 32
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(8, min(512, max(self.reserved.rows, int(free / 2 / self.backbone.row_bytes(tokens)))))
+
+    def step_rows(self, n):
+        """How many rows a step has that decodes n: where steps are captured, one of a few numbers."""
+        return sizes_up_to(n)[-1] if self.captures else n
+
+    def _reserve(self, sizes):
+        """Let the old storage go, then take the new."""
+        self.reserved, self.graphs = Sizes(), {}
+        self.rows = self.row_of_path = self.mix = self.all_row_of_path = self.all_mix = None
+        R, B, G, T = sizes.rows, sizes.groups, sizes.paths, sizes.new_tokens
+        of_tokens = {"ids": torch.long, "thinking": torch.bool}
+        of_tokens |= dict.fromkeys(("logp", "input_change", "uniforms"), torch.float32)
+        of_rows = {"ended": torch.bool, "finished": torch.bool}
+        of_rows |= dict.fromkeys(("t", "state", "prompt_len", "slot", "path", "cache_row"), torch.long)
+        zeros = functools.partial(torch.zeros, device=self.device)
+        self.rows = Rows(
+            **{name: zeros(R, T + 1, dtype=dtype) for name, dtype in of_tokens.items()},
+            **{name: zeros(R, dtype=dtype) for name, dtype in of_rows.items()},
+            logits=zeros(R, self.backbone.width, dtype=self.backbone.logit_dtype),
+        )
+        self.all_row_of_path = zeros(B, G, dtype=torch.long)
+        self.all_mix = zeros(B, sizes.mixed_tokens, G, G, dtype=torch.float32)
+        self.temperature = torch.ones((), device=self.device)
+        self.limit = torch.zeros((), dtype=torch.long, device=self.device)
+        self.backbone.reserve(R, sizes.slots, sizes.prompt_tokens, T)
+        self.reserved = sizes
+
+    def _reset(self, slots, sampling):
+        """Free every row. A step reads free rows too, so nothing of an earlier call may be left in them."""
+        self.row_of_path, self.mix = self.all_row_of_path, self.all_mix
+        if not self.captures:
+            paths = sampling.num_generations
+            self.row_of_path = self.row_of_path[:slots, :paths]
+            self.mix = self.mix[:slots, :, :paths, :paths]
+        rows = self.rows
+        torch.arange(len(rows.cache_row), out=rows.cache_row)
+        for tensor in (rows.t, rows.slot, rows.path, rows.input_change, self.mix):
+            tensor.zero_()
+        rows.finished.fill_(True)
+        self.temperature.fill_(sampling.temperature or 1.0)
+        self.limit.fill_(sampling.max_new_tokens)
+
+    def _capture(self, started):
+        """CUDA graphs of the step for each number of rows; every row is free, so it changes only scratch."""
+        self.row_of_path.fill_(0)
+        sizes = sizes_up_to(self.reserved.rows)
+        graphs, pool, stream = {}, None, torch.cuda.Stream(self.device)
+        for n in reversed(sizes):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                self._run(n)  # compiles, where it must
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graphs[n] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[n], pool=pool, stream=stream):
+                self._run(n)
+            pool = pool or graphs[n].pool()
+        self.graphs[self.kind] = graphs
+        self.rows.t.zero_()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        self.setup_seconds += seconds
+        how = "compiled and captured" if self.compiled else "captured"
+        _say(f"decoder: {how} for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s")
+
+    def admit(self, prompts, assignments, uniforms):
+        """Begin sequences: {row: Assignment}, whole groups in the order of `prompts`; uniforms or None."""
+        rows, into = self.rows, to_device(list(assignments), self.device)
+        sequences = list(assignments.values())
+        G = len(sequences) // len(prompts)
+        for tensor in (rows.t, rows.state, rows.ended, rows.finished):
+            tensor[into] = 0
+        lengths = to_device([len(prompt) for prompt in prompts], self.device)
+        rows.prompt_len[into] = lengths.repeat_interleave(G)
+        rows.slot[into] = to_device([a.slot for a in sequences], self.device)
+        rows.path[into] = to_device([a.path for a in sequences], self.device)
+        if uniforms is not None:
+            rows.uniforms[into, : uniforms.shape[1]] = to_device(uniforms.float(), self.device)
+        slots = [a.slot for a in sequences[::G]]
+        self.backbone.prefill(prompts, slots, rows.logits, into, G)
+
+    def select_rows(self, kept, longest):
+        """Rows `kept` become the first ones and the only ones in use; none has more than `longest` tokens."""
+        order = to_device(kept, self.device)
+        for tensor in self.rows:
+            tensor[: len(kept)] = tensor[order]
+        self.backbone.select_rows(order, longest)
+
+    def find_paths(self, assigned):
+        """Note in which row each path of each group is; a path that has none gets the number of rows.
+
+        assigned[row] is an Assignment or None.
+        """
+        if not self.grouped:
+            return
+        slots, paths = self.row_of_path.shape
+        row_of_path = [[len(assigned)] * paths for _ in range(slots)]
+        for row, assignment in enumerate(assigned):
+            if assignment is not None:
+                row_of_path[assignment.slot][assignment.path] = row
+        self.row_of_path.copy_(to_device(row_of_path, self.device))
+
+    def ask_finished(self, n):
+        """Which of the first n rows are finished by now: returns a function that waits for the answer."""
+        if not self.on_cuda:
+            answer = self.rows.finished[:n].tolist()
+            return lambda: answer
+        flags, event = torch.empty(n, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        flags.copy_(self.rows.finished[:n], non_blocking=True)
+        event.record()
+        return lambda: (event.synchronize(), flags.tolist())[1]  # device sync
+
+    def step(self, n, last):
+        """One decode step of the first n rows; after the last nothing is forwarded."""
+        if self.captures and not last:
+            self.graphs[self.kind][n].replay()
+        else:
+            self._run(n, last)
+
+    def _run(self, n, last=False):
+        rows, kind = self.rows.first(n), self.kind
+        sampled_from = (rows, self.tables, self.temperature, self.limit)
+        if self.captures and kind.top_k == 0 and kind.top_p == 1:
+            tokens, thinking, top = kernels.sample(*sampled_from, kind.greedy)
+        else:
+            tokens, thinking, top = sample_step(*sampled_from, kind)
+        if last or (not self.on_cuda and bool(rows.finished.all())):
+            return
+        inputs = self.backbone.embed(tokens)
+        if kind.interacts:
+            inputs = self._interact(inputs, rows, thinking, top)
+        self.backbone.decode(inputs, rows, self.row_of_path)
+
+    def _interact(self, embeds, rows, thinking, top):
+        """The inputs (n, E) of paths that look at each other."""
+        similarity, real = self.interaction.similarity, self.tables.real
+        recorded = (thinking, self.row_of_path, rows, self.mix, self.interaction)
+        if self.captures and similarity == "distribution":
+            alike = kernels.group_products(rows.logits, top, real, self.row_of_path, thinking)
+            return kernels.mix(embeds, alike, *recorded)
+        if similarity == "distribution":
+            # Probabilities up to a factor, which a cosine ignores.
+            features = (real_scores(rows.logits, 1.0, real) - top[:, None]).exp()
+        elif similarity == "embedding":
+            features = embeds
+        else:
+            features = torch.ones_like(embeds[:, :1])
+        return mix_step(embeds, products(by_group(features, self.row_of_path)), *recorded)
+
+
+def sizes_up_to(n):
+    """Numbers of rows that steps are captured for, up to the first that holds n.
+
+    Above 64 rows a step has at most a quarter more rows than are in use.
+    """
+    sizes = [8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, *range(256, max(n, 256) + 32, 32)]
+    return sizes[: next(i for i, size in enumerate(sizes) if size >= n) + 1]
+
+
+def _say(text):
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
