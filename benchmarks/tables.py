@@ -46,6 +46,11 @@ def machine(result):
     return result["cpu"] if result["card"] == "none" else result["card"]
 
 
+def short_machine(result):
+    """A card without its memory: NVIDIA H100."""
+    return result["cpu"] if result["card"] == "none" else " ".join(result["card"].split()[:2])
+
+
 def where(result):
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return f"{result['script']}, {machine(result)}, {versions}, {result['date']}"
@@ -75,18 +80,20 @@ def peers():
     steps, step_result = values("bench_step")
     rollouts, rollout_result = values("bench_generation")
     m = steps["1.5b-8x8"]
-    work = f"a GRPO step, 1.5B model, 64 completions of 256 tokens, {step_result['card']}"
+    work = f"a GRPO step, 1.5B model, 64 completions of 256 tokens, {short_machine(step_result)}"
     rows = [[work, f"{m['step_seconds']:.2f} s", f"TRL with `generate` {m['trl_step_seconds']:.2f} s"]]
     for case, what in (("1.5b-8x8", "1.5B model, 64"), ("0.5b-64x8", "0.5B model, 512")):
         m = rollouts[case]
         other = f"`generate` {m['generate_tokens_per_s']:,.0f}, "
         other += f"continuous batching {m['continuous_batching_tokens_per_s']:,.0f}"
-        work = f"sampling, {what} rows, {rollout_result['card']}"
+        work = f"sampling, {what} rows, {short_machine(rollout_result)}"
         rows.append([work, f"{m['tokens_per_s']:,.0f} tokens/s", other])
     cases, result = values("bench_generation_cpu")
     m = cases["cpu-smollm2-4x8"]
     other = f"`generate` {m['generate_tokens_per_s']:,.0f}"
-    rows.append([f"sampling, SmolLM2-135M, {result['cpu']}", f"{m['tokens_per_s']:,.0f} tokens/s", other])
+    rows.append(
+        [f"sampling, SmolLM2-135M, {short_machine(result)}", f"{m['tokens_per_s']:,.0f} tokens/s", other]
+    )
     return table(["work", "ours", "peers"], rows)
 
 
@@ -104,9 +111,9 @@ def rungs():
     step = gpus["original-recipe on 4"]["step_seconds"]
     box = [f"{steps * step / 60:.0f} ({steps} steps of {step:.2f} s)", "", "not measured yet"]
     rows = [
-        [f"a laptop ({machine(tiny_result)})", *laptop],
-        [f"one GPU ({machine(qwen_result)})", *card],
-        [f"a box (4 x {machine(gpus_result)})", *box],
+        [f"a laptop ({short_machine(tiny_result)})", *laptop],
+        [f"one GPU ({short_machine(qwen_result)})", *card],
+        [f"a box (4 x {short_machine(gpus_result)})", *box],
     ]
     return table(["rung", "minutes", "greedy accuracy before GRPO", "after"], rows)
 
