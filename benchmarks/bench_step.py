@@ -22,50 +22,33 @@ import torch
 from accelerate import Accelerator
 
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling, rollout_uniforms
+from decoding.rollout import Sampling, rollout_uniforms
 from grpo_train import Config, group_advantages, update
-from learning.learner import make_optimizer
-from learning.log_probs import make_scorer
-from learning.memory import TokenBudget
+from learning.learner import make_learner
 from learning.models import add_adapters, refresh
 
 P = 128
+RECOMPUTE = dict(beta=0.04, gradient_checkpointing="on")
 CASES = {  # shape, prompts, generations, completion tokens, settings
     "1.5b-8x8": ("1.5b", 8, 8, 256, dict(beta=0.04)),
     "original-recipe": ("1.5b", 7, 12, 400, dict(beta=0.04)),
-    "original-recipe-8bit": (
-        "1.5b",
-        7,
-        12,
-        400,
-        dict(beta=0.04, optimizer="adamw_8bit", gradient_checkpointing="on"),
-    ),
-    "original-recipe-lora": ("1.5b", 7, 12, 400, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
-    "7b-lora": ("7b", 8, 8, 256, dict(beta=0.04, lora_r=32, gradient_checkpointing="on")),
+    "original-recipe-8bit": ("1.5b", 7, 12, 400, dict(optimizer="adamw_8bit", **RECOMPUTE)),
+    "original-recipe-lora": ("1.5b", 7, 12, 400, dict(lora_r=32, **RECOMPUTE)),
+    "7b-lora": ("7b", 8, 8, 256, dict(lora_r=32, **RECOMPUTE)),
 }
 
 
 def our_case(case, steps, args, rates, emit):
     shape, B, G, T, settings = CASES[case]
-    config = Config(model="random", batch_size=B, num_generations=G, max_completion_length=T, eval_every=0, micro_batch_tokens=args.micro_batch_tokens,
-                    torch_compile=args.compiled == "true", **settings)  # fmt: skip
-    accelerator, tokenizer = Accelerator(), synthetic_tokenizer()
-    policy, sampler = (
-        build(shape, torch.bfloat16 if config.lora_r else torch.float32).train(),
-        build(shape).requires_grad_(False),
-    )
-    reference = build(shape).requires_grad_(False)
+    settings |= dict(batch_size=B, num_generations=G, max_completion_length=T, eval_every=0)
+    settings |= dict(micro_batch_tokens=args.micro_batch_tokens, torch_compile=args.compiled == "true")
+    config = Config(model="random", **settings)
+    policy = build(shape, torch.bfloat16 if config.lora_r else torch.float32).train()
+    sampler, reference = (build(shape).requires_grad_(False) for _ in range(2))
     if config.lora_r:
         add_adapters(policy, config)
-    decoder = GroupDecoder(
-        sampler, tokenizer, "</reasoning>", Interaction(config.m3po_lambda, config.m3po_temperature)
-    )
-    scorer, ref_scorer = (
-        make_scorer(policy, decoder.tables, config),
-        make_scorer(reference, decoder.tables, config),
-    )
-    optimizer, schedule = make_optimizer(policy, config, 1000)
-    token_budget = TokenBudget(config, policy)
+    decoder = GroupDecoder(sampler, synthetic_tokenizer(), "</reasoning>", config.interaction)
+    learner = make_learner(config, Accelerator(), policy, reference, decoder, 1000)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, REAL, (B, P), generator=generator).tolist()
     sampling = Sampling(T, G, temperature=1.0)
@@ -78,21 +61,13 @@ def our_case(case, steps, args, rates, emit):
         rollout = decoder.rollout(prompts, sampling, uniforms)
         wait()
         sampled = time.perf_counter()
-        advantages = (
-            group_advantages(torch.rand(B * G, generator=generator, dtype=torch.float64), G, "group")
-            .float()
-            .cuda()
-        )
-        metrics = update(
-            accelerator, scorer, ref_scorer, optimizer, schedule, rollout, advantages, config, token_budget
-        )
+        rewards = torch.rand(B * G, generator=generator, dtype=torch.float64)
+        metrics = update(learner, rollout, group_advantages(rewards, G).cuda(), config)
         refresh(sampler, policy)
         wait()
         done = time.perf_counter()
-        print(
-            f"  {case} step {step}: rollout {sampled - start:.3f} s, update {done - sampled:.3f} s, grad norm {metrics['grad_norm']:.3g}",
-            flush=True,
-        )
+        seconds = f"rollout {sampled - start:.3f} s, update {done - sampled:.3f} s"
+        print(f"  {case} step {step}: {seconds}, grad norm {metrics['grad_norm']:.3g}", flush=True)
         if step >= 2:
             laps.append((sampled - start, done - sampled))
             torch_peak = max(torch_peak, torch.cuda.max_memory_allocated())
@@ -105,7 +80,7 @@ def our_case(case, steps, args, rates, emit):
     emit(case, "update_share_of_matmul", operations / update_seconds / rates[1], "")
     emit(case, "peak_gib", torch_peak / 2**30, "GiB")
     emit(case, "reserved_gib", torch.cuda.max_memory_reserved() / 2**30, "GiB")
-    emit(case, "micro_batch_tokens", token_budget.tokens, "tokens")
+    emit(case, "micro_batch_tokens", learner.budget.tokens, "tokens")
 
 
 def trl_case(case, steps, emit):

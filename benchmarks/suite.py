@@ -1,6 +1,6 @@
 """What the fast tests cost: user and system time of the suite and of all it starts, and seconds on the clock.
 
-    python benchmarks/suite.py
+python benchmarks/suite.py
 """
 
 import re
@@ -16,7 +16,9 @@ COMMAND = ["-m", "pytest", "-m", "not gpu and not slow", "-p", "no:cacheprovider
 
 def main():
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, *COMMAND], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *COMMAND], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
     wall = time.perf_counter() - started
     print(done.stdout)
     if done.returncode:
