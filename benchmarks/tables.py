@@ -1,6 +1,8 @@
-"""Write the README's tables from benchmarks/results/*.json, between the markers `<!-- NAME -->` and `<!-- end -->`; --check only compares.
+"""Write the tables of README.md, docs/ and benchmarks/README.md from benchmarks/results/*.json.
 
-python benchmarks/tables.py [--check]
+    python benchmarks/tables.py [--check]
+
+A table stands between the markers `<!-- NAME -->` and `<!-- end -->`. --check only compares.
 """
 
 import json
@@ -8,8 +10,12 @@ import re
 import sys
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GSM8K_RUNS = ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward")
 
 
 def values(name):
@@ -25,24 +31,91 @@ def number(value, interval=None):
     return f"{value:.3f}" if interval is None else f"{value:.3f} ({interval[0]:.3f}–{interval[1]:.3f})"
 
 
+def span(numbers):
+    """The lowest and the highest, or the one number where they are shown alike."""
+    low, high = number(min(numbers)), number(max(numbers))
+    return low if low == high else f"{low}–{high}"
+
+
 def table(header, rows):
-    return "\n".join(
-        [
-            "| " + " | ".join(header) + " |",
-            "|" + "---|" * len(header),
-            *("| " + " | ".join(map(str, r)) + " |" for r in rows),
-        ]
-    )
+    first, *lines = ("| " + " | ".join(map(str, row)) + " |" for row in (header, *rows))
+    return "\n".join([first, "|" + "---|" * len(header), *lines])
+
+
+def machine(result):
+    return result["cpu"] if result["card"] == "none" else result["card"]
+
+
+def short_machine(result):
+    """A card without its memory: NVIDIA H100."""
+    return result["cpu"] if result["card"] == "none" else " ".join(result["card"].split()[:2])
 
 
 def where(result):
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if k in ("torch", "transformers"))
-    return f"{result['script']}, {result['card'] if result['card'] != 'none' else result['cpu']}, {versions}, {result['date']}"
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
+    return f"{result['script']}, {machine(result)}, {versions}, {result['date']}"
 
 
 def both(m, kind):
-    """Before -> after of one kind of decoding."""
+    """Before and after, of one kind of decoding."""
     return [number(m[f"{kind}_{when}"], m[f"{kind}_{when}_ci95"]) for when in ("before", "after")]
+
+
+def learned():
+    """The tiny job: what each kind of run got to, over its seeds."""
+    cases, result = values("tiny_job")
+    kinds = {"grpo": "GRPO", "m3po": "GRPO with M3PO", "shuffled": "advantages shuffled on purpose"}
+    rows = []
+    for kind, label in kinds.items():
+        runs = [m for case, m in cases.items() if case.split("-")[1] == kind]
+        columns = ("greedy_before", "greedy_after", "sampled_before", "sampled_after")
+        rows.append([label, len(runs), *(span([m[column] for m in runs]) for column in columns)])
+    header = ["run", "seeds", "greedy before", "after", "sampled before", "after"]
+    questions = cases["tiny-m3po-seed0"]["problems"]
+    return f"{table(header, rows)}\n\n{questions} held-out problems; `{where(result)}`."
+
+
+def peers():
+    """Ours beside what others do with the same work on the same card."""
+    steps, step_result = values("bench_step")
+    rollouts, rollout_result = values("bench_generation")
+    m = steps["1.5b-8x8"]
+    work = f"a GRPO step, 1.5B model, 64 completions of 256 tokens, {short_machine(step_result)}"
+    rows = [[work, f"{m['step_seconds']:.2f} s", f"TRL with `generate` {m['trl_step_seconds']:.2f} s"]]
+    for case, what in (("1.5b-8x8", "1.5B model, 64"), ("0.5b-64x8", "0.5B model, 512")):
+        m = rollouts[case]
+        other = f"`generate` {m['generate_tokens_per_s']:,.0f}, "
+        other += f"continuous batching {m['continuous_batching_tokens_per_s']:,.0f}"
+        work = f"sampling, {what} rows, {short_machine(rollout_result)}"
+        rows.append([work, f"{m['tokens_per_s']:,.0f} tokens/s", other])
+    cases, result = values("bench_generation_cpu")
+    m = cases["cpu-smollm2-4x8"]
+    other = f"`generate` {m['generate_tokens_per_s']:,.0f}"
+    rows.append(
+        [f"sampling, SmolLM2-135M, {short_machine(result)}", f"{m['tokens_per_s']:,.0f} tokens/s", other]
+    )
+    return table(["work", "ours", "peers"], rows)
+
+
+def rungs():
+    """Minutes and accuracy to expect of the README's three commands."""
+    tiny, tiny_result = values("tiny_job")
+    qwen, qwen_result = values("gsm8k_h100")
+    gpus, gpus_result = values("bench_gpus")
+    m = tiny["tiny-m3po-seed0"]
+    laptop = [f"{m['seconds'] / 60:.0f}", number(m["greedy_before"]), number(m["greedy_after"])]
+    qwen = qwen["qwen-coder-0.5b"]
+    minutes = (qwen["warm_start_seconds"] + qwen["train_seconds"]) / 60
+    card = [f"{minutes:.0f}", number(qwen["exact_before"]), number(qwen["exact_after"])]
+    steps = yaml.safe_load((ROOT / "configs" / "gsm8k.yaml").read_text())["num_steps"]
+    step = gpus["original-recipe on 4"]["step_seconds"]
+    box = [f"{steps * step / 60:.0f} ({steps} steps of {step:.2f} s)", "", "not measured yet"]
+    rows = [
+        [f"a laptop ({short_machine(tiny_result)})", *laptop],
+        [f"one GPU ({short_machine(qwen_result)})", *card],
+        [f"a box (4 x {short_machine(gpus_result)})", *box],
+    ]
+    return table(["rung", "minutes", "greedy accuracy before GRPO", "after"], rows)
 
 
 def tiny_job():
@@ -52,39 +125,35 @@ def tiny_job():
     ]
     header = ["case", "greedy before", "greedy after", "sampled before", "sampled after", "seconds"]
     questions = next(iter(cases.values()))["problems"]
-    return (
-        table(header, rows)
-        + f"\n\n{questions} held-out problems, 95% intervals; `{where(result)}`; {result['parallel']} run(s) at a time, one core each."
-    )
+    note = f"{questions} held-out problems, 95% intervals; `{where(result)}`"
+    return f"{table(header, rows)}\n\n{note}; {result['parallel']} run(s) at a time, one core each."
 
 
 def gsm8k_h100():
     """The three cases: each a table row for greedy and one for sampled completions, and a sentence."""
     rows, texts = [], []
-    for name in ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward"):
+    for name in GSM8K_RUNS:
         cases, result = values(name)
         [(case, m)] = cases.items()
-        for kind, label, zero in (
-            ("exact", "greedy", "exact_zero_shot"),
-            ("sampled", "mean of 4 samples", None),
-        ):
-            paired = f"{kind}_difference" in m
-            difference = (
-                "{:+.3f} ({:+.3f} to {:+.3f})".format(m[f"{kind}_difference"], *m[f"{kind}_difference_ci95"])
-                if paired
-                else ""
-            )
-            rows.append([case, label, number(m[zero]) if zero in m else "", *both(m, kind), difference])
+        zero_shot = number(m["exact_zero_shot"]) if "exact_zero_shot" in m else ""
+        rows.append([case, "greedy", zero_shot, *both(m, "exact"), _difference(m, "exact")])
+        rows.append([case, "mean of 4 samples", "", *both(m, "sampled"), _difference(m, "sampled")])
         texts.append(
-            f"{case}: warm start {m['warm_start_seconds']:.0f} s, GRPO {m['train_seconds']:.0f} s = {m['train_steps']} steps, {m['bad_steps']} refused steps; "
-            f"reloaded by plain transformers in another process, float32, {m['reloaded_same_completions']} greedy completions the same (`{where(result)}`)."
+            f"{case}: warm start {m['warm_start_seconds']:.0f} s, GRPO {m['train_seconds']:.0f} s = "
+            f"{m['train_steps']} steps, {m['bad_steps']} refused steps; reloaded by plain transformers in "
+            f"another process, float32, {m['reloaded_same_completions']} greedy completions the same "
+            f"(`{where(result)}`)."
         )
     header = ["case", "accuracy", "zero-shot", "after the warm start", "after GRPO", "difference, paired"]
-    return (
-        table(header, rows)
-        + f"\n\n{m['questions']} test questions, one seed, 95% intervals. "
-        + " ".join(texts)
-    )
+    note = f"{m['questions']} test questions, one seed, 95% intervals."
+    return "\n\n".join([table(header, rows), " ".join([note, *texts])])
+
+
+def _difference(m, kind):
+    if f"{kind}_difference" not in m:
+        return ""
+    low, high = m[f"{kind}_difference_ci95"]
+    return f"{m[f'{kind}_difference']:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def scoring():
@@ -92,105 +161,104 @@ def scoring():
     for name in ("scoring_cpu", "scoring_gpu"):
         cases, result = values(name)
         for case, m in cases.items():
-            ours, plain = (
-                f"{m[f'largest_difference{end}']:.2g} / {m[f'mean_difference{end}']:.2g}"
-                for end in ("", "_plain_ids")
-            )
+            ours = f"{m['largest_difference']:.2g} / {m['mean_difference']:.2g}"
+            plain = f"{m['largest_difference_plain_ids']:.2g} / {m['mean_difference_plain_ids']:.2g}"
             rows.append([case, m["sequences"], m["tokens"], ours, plain, f"`{where(result)}`"])
-    return table(
-        ["case", "sequences", "tokens", "ours: largest / mean", "plain ids: largest / mean", "made by"], rows
-    )
+    header = ["case", "sequences", "tokens", "ours: largest / mean", "plain ids: largest / mean", "made by"]
+    return table(header, rows)
 
 
 def bench_step():
     cases, result = values("bench_step")
-    card = cases.pop("card")
+    card, trl = cases.pop("card"), cases["1.5b-8x8"]
+    seconds = ("step_seconds", "rollout_seconds", "update_seconds", "update_share_of_matmul")
     rows = [
-        [
-            case,
-            f"{m['step_seconds']:.2f}",
-            f"{m['rollout_seconds']:.2f}",
-            f"{m['update_seconds']:.2f}",
-            f"{m['update_share_of_matmul']:.2f}",
-            f"{m['peak_gib']:.1f}",
-        ]
-        for case, m in cases.items()
+        [case, *(f"{m[name]:.2f}" for name in seconds), f"{m['peak_gib']:.1f}"] for case, m in cases.items()
     ]
-    trl = cases["1.5b-8x8"]
-    text = table(["case", "step, s", "rollout, s", "update, s", "share of the matrix rate", "peak GiB"], rows)
-    return text + (
-        f"\n\nTRL's trainer with `generate` on the work of 1.5b-8x8, in the same call: {trl['trl_step_seconds']:.2f} s a step "
-        f"({trl['trl_step_seconds'] / trl['step_seconds']:.1f} times ours), {trl['trl_peak_gib']:.1f} GiB with bf16 weights and moments. "
+    header = ["case", "step, s", "rollout, s", "update, s", "share of the matrix rate", "peak GiB"]
+    return (
+        f"{table(header, rows)}\n\nTRL's trainer with `generate` on the work of 1.5b-8x8, in the same call: "
+        f"{trl['trl_step_seconds']:.2f} s a step ({trl['trl_step_seconds'] / trl['step_seconds']:.1f} times "
+        f"ours), {trl['trl_peak_gib']:.1f} GiB with bf16 weights and moments. "
         f"The card multiplies {card['matrix_rate']:.0f} TFLOP/s. `{where(result)}`."
     )
 
 
 def bench_gpus():
     cases, result = values("bench_gpus")
-    rows = [
-        [
-            case, f"{m['step_seconds']:.2f}", f"{m['completions_per_s']:.1f}", f"{m['speedup']:.3f}" if "speedup" in m else "",
-            f"{m['speedup_predicted']:.2f}" if "speedup_predicted" in m else "", f"{m['peak_gib']:.1f}",
-        ] if "step_seconds" in m else [case, "", "", "", f"{m['speedup_predicted']:.2f}", ""]
-        for case, m in cases.items() if " on " in case
-    ]  # fmt: skip
+    rows = [_gpus_row(case, m) for case, m in cases.items() if " on " in case]
     rate = next(m["all_reduce_rate"] for m in cases.values() if "all_reduce_rate" in m)
     text = table(["case, GPUs", "step, s", "completions/s", "speedup", "predicted", "peak GiB"], rows)
-    return text + f"\n\nAn all-reduce over two cards moves {rate:.0f} GB/s of gradients. `{where(result)}`."
+    return f"{text}\n\nAn all-reduce over two cards moves {rate:.0f} GB/s of gradients. `{where(result)}`."
+
+
+def _gpus_row(case, m):
+    formats = {
+        "step_seconds": ".2f",
+        "completions_per_s": ".1f",
+        "speedup": ".3f",
+        "speedup_predicted": ".2f",
+        "peak_gib": ".1f",
+    }
+    return [case, *(format(m[name], spec) if name in m else "" for name, spec in formats.items())]
 
 
 def bench_generation_cpu():
     cases, result = values("bench_generation_cpu")
-    rows = [
-        [case, *(f"{m[k]:,.0f}" for k in ("tokens_per_s", "tokens_per_s_m3po", "generate_tokens_per_s"))]
-        for case, m in cases.items()
-    ]
-    return table(["tokens a second", "ours", "ours, M3PO", "`generate`"], rows) + f"\n\n`{where(result)}`."
+    names = ("tokens_per_s", "tokens_per_s_m3po", "generate_tokens_per_s")
+    rows = [[case, *(f"{m[name]:,.0f}" for name in names)] for case, m in cases.items()]
+    return f"{table(['tokens a second', 'ours', 'ours, M3PO', '`generate`'], rows)}\n\n`{where(result)}`."
 
 
 def bench_generation():
     """Of our own numbers both: without and with M3PO."""
     cases, result = values("bench_generation")
-    rates, rollouts = cases["card"], {case: m for case, m in cases.items() if "floor_ms_per_step" in m}
-    rows = []
-    for case, m in rollouts.items():
-        ours = [f"{m[k]:,.0f} / {m[f'{k}_m3po']:,.0f}" for k in ("tokens_per_s",)] + [
-            f"{m[k]:.2f} / {m[f'{k}_m3po']:.2f}" for k in ("ms_per_step", "step_over_floor")
-        ]
-        peers = [
-            f"{m[k]:,.0f}" if k in m else ""
-            for k in ("generate_tokens_per_s", "continuous_batching_tokens_per_s")
-        ]
-        rows.append([case, *ours, f"{m['floor_ms_per_step']:.2f}", *peers, f"{m['peak_gib']:.1f}"])
-    header = [
-        "case",
-        "tokens/s",
-        "ms a step",
-        "step over floor",
-        "floor, ms",
-        "`generate` tokens/s",
-        "continuous batching tokens/s",
-        "peak GiB",
-    ]
-    text = table(header, rows) + "\n\nEach of ours without / with M3PO."
+    rollouts = {case: m for case, m in cases.items() if "floor_ms_per_step" in m}
+    header = ["case", "tokens/s", "ms a step", "step over floor", "floor, ms", "`generate` tokens/s"]
+    header += ["continuous batching tokens/s", "peak GiB"]
+    notes = ["Each of ours without / with M3PO."]
     for case, m in cases.items():
         if "useful_share" in m:
-            text += (
-                f" `{case}`: with lengths like GSM8K's (mean {m['mean_length']:.0f}, 95th percentile {m['percentile_95_length']:.0f}, limit 400) "
-                f"{m['useful_tokens_per_s']:,.0f} / {m['useful_tokens_per_s_m3po']:,.0f} useful tokens a second, {m['useful_share']:.2f} / "
-                f"{m['useful_share_m3po']:.2f} of what the same rows give when all are 130 long."
-            )
+            notes.append(_lengths_note(case, m))
         if case == "gsm8k-test":
-            text += (
-                f" `{case}`: {m['questions']} questions, greedy, limit 300, Qwen2.5-Coder-0.5B-Instruct, {m['seconds']:.1f} s; "
-                f"{m['greedy_agreement_with_plain']:.4f} of the tokens up to the first difference are those of the plain path, and where they differ "
-                f"the two candidates were at most {m['largest_gap_at_divergence']:.2f} nats apart."
-            )
-    setup = ", ".join(
-        f"{m['setup_seconds']:.0f} s ({case})" for case, m in cases.items() if "setup_seconds" in m
+            notes.append(_evaluation_note(case, m))
+    setups = [f"{m['setup_seconds']:.0f} s ({case})" for case, m in cases.items() if "setup_seconds" in m]
+    notes.append(f"Set-up once a process: {', '.join(setups)}.")
+    rates = cases["card"]
+    speed = f"{rates['copy_rate']:.2f} TB/s and multiplies {rates['matrix_rate']:.0f} TFLOP/s"
+    notes.append(f"The card copies {speed}. `{where(result)}`.")
+    rows = [_generation_row(case, m) for case, m in rollouts.items()]
+    return "\n\n".join([table(header, rows), " ".join(notes)])
+
+
+def _generation_row(case, m):
+    peers = [m.get("generate_tokens_per_s"), m.get("continuous_batching_tokens_per_s")]
+    return [
+        case,
+        f"{m['tokens_per_s']:,.0f} / {m['tokens_per_s_m3po']:,.0f}",
+        f"{m['ms_per_step']:.2f} / {m['ms_per_step_m3po']:.2f}",
+        f"{m['step_over_floor']:.2f} / {m['step_over_floor_m3po']:.2f}",
+        f"{m['floor_ms_per_step']:.2f}",
+        *("" if rate is None else f"{rate:,.0f}" for rate in peers),
+        f"{m['peak_gib']:.1f}",
+    ]
+
+
+def _lengths_note(case, m):
+    return (
+        f"`{case}`: with lengths like GSM8K's (mean {m['mean_length']:.0f}, 95th percentile "
+        f"{m['percentile_95_length']:.0f}, limit 400) {m['useful_tokens_per_s']:,.0f} / "
+        f"{m['useful_tokens_per_s_m3po']:,.0f} useful tokens a second, {m['useful_share']:.2f} / "
+        f"{m['useful_share_m3po']:.2f} of what the same rows give when all are 130 long."
     )
-    return text + (
-        f" Set-up once a process: {setup}. The card copies {rates['copy_rate']:.2f} TB/s and multiplies {rates['matrix_rate']:.0f} TFLOP/s. `{where(result)}`."
+
+
+def _evaluation_note(case, m):
+    return (
+        f"`{case}`: {m['questions']} questions, greedy, limit 300, Qwen2.5-Coder-0.5B-Instruct, "
+        f"{m['seconds']:.1f} s; {m['greedy_agreement_with_plain']:.4f} of the tokens up to the first "
+        f"difference are those of the plain path, and where they differ the two candidates were at most "
+        f"{m['largest_gap_at_divergence']:.2f} nats apart."
     )
 
 
@@ -200,18 +268,14 @@ def kill():
         cases, result = values(path.stem)
         for m in cases.values():
             run = f"a run of {m['lines']} steps"
-            run += (
-                f" with a warm start ({m['kills_in_warm_start']} of the kills in it)"
-                if m.get("kills_in_warm_start")
-                else ""
-            )
-            equal = (
-                "equal those of a run left alone, to the bit"
-                if m["weights_equal"]
-                else "DIFFER from those of a run left alone"
-            )
+            if m.get("kills_in_warm_start"):
+                run += f" with a warm start ({m['kills_in_warm_start']} of the kills in it)"
+            equal = "equal those of a run left alone, to the bit"
+            if not m["weights_equal"]:
+                equal = "DIFFER from those of a run left alone"
             lines.append(
-                f"{m['kills']} times kill -9 at random moments of {run}, then the same command: the weights {equal}. `{where(result)}`."
+                f"{m['kills']} times kill -9 at random moments of {run}, then the same command: "
+                f"the weights {equal}. `{where(result)}`."
             )
     return "\n\n".join(lines)
 
@@ -226,40 +290,51 @@ def harness():
                 f"{name} ours {m[f'ours_{name}']:.2f}, harness {m[f'harness_{name}']:.2f}"
                 for name in ("strict-match", "flexible-extract")
             )
-            agree = f"{m['agreement_strict-match']} and {m['agreement_flexible-extract']} of 100 questions graded alike, {m['same_texts']} texts the same"
+            strict, flexible = m["agreement_strict-match"], m["agreement_flexible-extract"]
+            agree = f"{strict} and {flexible} of 100 questions graded alike, {m['same_texts']} texts the same"
             lines.append(f"{case}: {shown}; {agree}. `{where(result)}`.")
     return "\n\n".join(lines)
 
 
+def suite():
+    """What the fast tests cost, once they were measured."""
+    if not (RESULTS / "suite.json").exists():
+        return "Not measured yet: `python benchmarks/suite.py`."
+    cases, result = values("suite")
+    m = cases["fast suite"]
+    return (
+        f"{m['tests']} tests: {m['user_s']:.0f} s of user time and {m['system_s']:.0f} s of system time, "
+        f"{m['wall_s']:.0f} s on the clock; `{result['script']}, {result['cpu']}, {result['date']}`."
+    )
+
+
 TABLES = {
-    f.__name__: f
-    for f in (
-        tiny_job,
-        gsm8k_h100,
-        scoring,
-        bench_generation,
-        bench_generation_cpu,
-        bench_step,
-        bench_gpus,
-        kill,
-        harness,
+    make.__name__: make
+    for make in (
+        *(learned, peers, rungs, tiny_job, gsm8k_h100, scoring, suite),
+        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness),
     )
 }
 
 
-def rendered(readme):
+def rendered(text):
+    """The text of a page with its tables as the result files have them."""
+
     def fill(match):
         return f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", fill, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def main():
+    differing = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
+    if sys.argv[1:] == ["--check"]:
+        names = ", ".join(page.relative_to(ROOT).as_posix() for page in differing)
+        message = f"{names}: differs from benchmarks/results: run  python benchmarks/tables.py"
+        sys.exit(message if differing else 0)
+    for page in differing:
+        page.write_text(rendered(page.read_text()))
 
 
 if __name__ == "__main__":
-    readme = (ROOT / "README.md").read_text()
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(
-            0
-            if rendered(readme) == readme
-            else "README.md differs from benchmarks/results: run  python benchmarks/tables.py"
-        )
-    (ROOT / "README.md").write_text(rendered(readme))
+    main()
