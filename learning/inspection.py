@@ -1,4 +1,6 @@
-"""Looking inside M3PO: which paths of a group listened to which, and whether it mattered (M3PO_DEBUG, report.html)."""
+"""Looking inside M3PO: which paths of a group listened to which, and whether it mattered (M3PO_DEBUG,
+report.html).
+"""
 
 import dataclasses
 import os
@@ -24,8 +26,8 @@ LOGITS_AT_ONCE, STATES_AT_ONCE = 256, 4096
 class ListeningEffect:
     """What the peers did to the first group of a rollout.
 
-    `alone` holds the ids that the same draws give after the same tokens without peers. Where scoring rounds a draw to
-    another token than the sampler did, nothing can be said: `alone` has the sampled one.
+    `alone` holds the ids that the same draws give after the same tokens without peers. Where scoring rounds a
+    draw to another token than the sampler did, nothing can be said: `alone` has the sampled one.
     """
 
     steps: list  # the first two tokens, and the one with the most uneven weights
@@ -52,10 +54,11 @@ def debug_every():
 
 
 def inspect_group(run, sampler, decoder, sampled, step):
-    """The ListeningEffect of this step's first group, in the steps where the settings or M3PO_DEBUG ask for it.
+    """The ListeningEffect of this step's first group, in the steps where the settings or M3PO_DEBUG ask for
+    it.
 
-    None in other steps, on other processes, and where paths do not interact. With M3PO_DEBUG it is printed too. It
-    must be called before the update: it reads the group again with the weights that sampled it.
+    None in other steps, on other processes, and where paths do not interact. With M3PO_DEBUG it is printed
+    too. It must be called before the update: it reads the group again with the weights that sampled it.
     """
     config, rollout, every = run.config, sampled.rollout, debug_every()
     is_printed = bool(every) and step % every == 0
@@ -90,7 +93,9 @@ def _pieces(decoder, rows):
 
 @torch.no_grad()
 def interaction_effect(scorer, rollout, uniforms):
-    """The ListeningEffect of the first group: it is scored again with and without peers, by the draws (G, T) it had."""
+    """The ListeningEffect of the first group: it is scored again with and without peers, by the draws (G, T)
+    it had.
+    """
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
     lengths = rollout.sizes[1][:G]
     rows_at_once = max(1, STATES_AT_ONCE // max(row_lengths(rollout)[:G]))
@@ -123,7 +128,9 @@ def _steps_to_show(mix):
 
 
 def _without_peers(scorer, rollout, row, states, plain_states, uniforms):
-    """The ids of a row as they would be without peers, and the mean KL; states (length, E), some tokens at a time."""
+    """The ids of a row as they would be without peers, and the mean KL; states (length, E), some tokens at a
+    time.
+    """
     ids, divergence, length = [], 0.0, len(states)
     for start in range(0, length, LOGITS_AT_ONCE):
         part = slice(start, min(start + LOGITS_AT_ONCE, length))
@@ -139,7 +146,9 @@ def _without_peers(scorer, rollout, row, states, plain_states, uniforms):
 
 
 def describe_interaction(tokens, alone, group, effect):
-    """Text for M3PO_DEBUG: who listened to whom in a group, and did it matter? tokens, alone: G lists of token texts."""
+    """Text for M3PO_DEBUG: who listened to whom in a group, and did it matter? tokens, alone: G lists of
+    token texts.
+    """
     counts = " ".join(map(str, group.thinking.sum(0).tolist()))
     lines = [f"{len(tokens)} paths; still thinking after each token: {counts}"]
     for t, similarity in zip(effect.steps, effect.similarity, strict=True):

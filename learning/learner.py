@@ -1,4 +1,6 @@
-"""The learner: the policy with everything that an optimiser step needs; a step is taken only when it is finite."""
+"""The learner: the policy with everything that an optimiser step needs; a step is taken only when it is
+finite.
+"""
 
 import functools
 import math
@@ -15,7 +17,9 @@ from learning.parallel import distribute, whole
 
 @dataclass
 class Learner:
-    """Policy, reference (None without a KL), their scorers, optimiser, schedule and the budget of tokens at once."""
+    """Policy, reference (None without a KL), their scorers, optimiser, schedule and the budget of tokens at
+    once.
+    """
 
     accelerator: object
     policy: torch.nn.Module
@@ -29,7 +33,8 @@ class Learner:
     max_grad_norm: float
 
     def accumulate_gradients(self, rollout, loss_of_rows):
-        """Gradients of loss_of_rows(rows) -> (loss, sums) over micro-batches that fit into memory; returns its results.
+        """Gradients of loss_of_rows(rows) -> (loss, sums) over micro-batches that fit into memory; returns
+        its results.
 
         The loss is a sum over the global batch: data parallelism averages, hence the number of processes.
         """
@@ -44,8 +49,8 @@ class Learner:
     def step(self, losses):
         """Clip the gradients, then step; returns (whether it stepped, gradient norm before clipping).
 
-        A loss or gradient that is not finite, on any process, changes no weight. The schedule goes on either way,
-        and the gradients are spent.
+        A loss or gradient that is not finite, on any process, changes no weight. The schedule goes on either
+        way, and the gradients are spent.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.max_grad_norm or math.inf)
         norm = whole(norm)
@@ -85,7 +90,9 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
 
 
 def make_optimizer(model, config, total_steps):
-    """AdamW over the weights that are trained, decay on matrices only, and its schedule over `total_steps` steps."""
+    """AdamW over the weights that are trained, decay on matrices only, and its schedule over `total_steps`
+    steps.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
     others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}

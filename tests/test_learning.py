@@ -16,7 +16,7 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.tokens import token_tables
 from errors import SettingError
 from learning.learner import Learner, make_optimizer
-from learning.log_probs import Scorer, TokenScores, logits_gradient, make_scorer, token_scores
+from learning.log_probs import Head, Scorer, TokenScores, logits_gradient, make_scorer, token_scores
 from learning.memory import micro_batches
 from learning.models import add_adapters, check_positions, load_model, load_policy, load_tokenizer, refresh
 from running.folder import save_adapter, save_model
@@ -550,16 +550,13 @@ def test_8_bit_moments_learn_as_float32_ones_do():
 def test_the_scores_own_backward_equals_what_autograd_makes_of_the_formula(cap, compiled):
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(6, 23, generator=generator)
-    targets, grad, temperature = (
-        torch.tensor([0, 3, 7, 19, 5, 3]),
-        torch.randn(6, generator=generator),
-        torch.tensor(0.7),
-    )
-    numbers = temperature, None if cap is None else torch.tensor(cap), 20, torch.arange(20) == 11
+    targets, grad = torch.tensor([0, 3, 7, 19, 5, 3]), torch.randn(6, generator=generator)
+    cap = None if cap is None else torch.tensor(cap)
+    head = Head(torch.tensor(0.7), cap, num_real=20, missing=torch.arange(20) == 11)
     formulas = [torch.compile(f, dynamic=True) if compiled else f for f in (token_scores, logits_gradient)]
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    logp, entropy = TokenScores.apply(ours, targets, *numbers, formulas)
-    wanted, wanted_entropy, _ = token_scores(plain, targets, *numbers)
+    logp, entropy = TokenScores.apply(ours, targets, head, formulas)
+    wanted, wanted_entropy, _ = token_scores(plain, targets, head)
     (logp * grad).sum().backward()
     (wanted * grad).sum().backward()
     torch.testing.assert_close(

@@ -117,7 +117,9 @@ def test_each_step_logs_every_metric_of_the_glossary(trained):
     assert [m["step"] for m in metrics] == [1, 2, 3]
     glossary = (ROOT / "docs" / "metrics.md").read_text()
     for name in set().union(*metrics):
-        assert f"`{name}`" in glossary or name.startswith("reward/"), f"{name} is not explained in docs/metrics.md"
+        assert f"`{name}`" in glossary or name.startswith("reward/"), (
+            f"{name} is not explained in docs/metrics.md"
+        )
     for m in metrics:
         assert {"reward", "reward_std", "reward/correctness_reward", "reward/format_reward", "correct", "frac_reward_zero_std", "unique_completions", "kl",
                 "completion_length", "completion_length_min", "completion_length_max", "truncated", "clip_low", "clip_high", "entropy", "grad_norm",
