@@ -1,10 +1,12 @@
-"""Rollouts against their peers and against the memory floor, on one card and in one run; on a machine without one, against `generate` on the CPU.
+"""Rollouts against their peers and against the memory floor, on one card and in one run; on a machine without
+one, against `generate` on the CPU.
 
     python benchmarks/bench_generation.py [--model DIR --data FOLDER] [--peers false]
 
-On a GPU: random weights at real sizes, prompts of 128 tokens, 256 new ones, temperature 1, bf16; the card's own copy and matrix rates give the floor.
-`--model` and `--data` (a folder with test.jsonl) add the evaluation of a real model. The tokenizer's first id is EOS and a draw of 0 picks the
-first id: that is how a row is made to end at a length given beforehand, without a change to the decoder. On the CPU: the embedded model, and
+On a GPU: random weights at real sizes, prompts of 128 tokens, 256 new ones, temperature 1, bf16; the card's
+own copy and matrix rates give the floor. `--model` and `--data` (a folder with test.jsonl) add the evaluation
+of a real model. The tokenizer's first id is EOS and a draw of 0 picks the first id: that is how a row is made
+to end at a length given beforehand, without a change to the decoder. On the CPU: the embedded model, and
 `--model` where it is given, in float32.
 """
 
@@ -100,7 +102,9 @@ def wait():
 
 
 def card_rates():
-    """Bytes a second of a copy (read and written both counted) and bf16 operations a second of a matrix product."""
+    """Bytes a second of a copy (read and written both counted) and bf16 operations a second of a matrix
+    product.
+    """
     source, size = torch.empty(2**31, dtype=torch.uint8, device="cuda"), 8192
     target, a = torch.empty_like(source), torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     target.copy_(source), a @ a
@@ -110,7 +114,9 @@ def card_rates():
 
 
 def floor_seconds(model, rows, rates):
-    """The least a decode step can take: weights, the cache at its final length and one pass of float32 logits, plus the arithmetic."""
+    """The least a decode step can take: weights, the cache at its final length and one pass of float32
+    logits, plus the arithmetic.
+    """
     config, parameters = model.config, sum(p.numel() for p in model.parameters())
     cache = (
         rows
@@ -175,7 +181,9 @@ def peers_case(name, model, ids, G, emit):
 
 
 def lengths_case(name, decoder, prompts, G, emit):
-    """Rows that end like GSM8K's completions: log-normal lengths of mean 130 and 95th percentile 300, cut at 400."""
+    """Rows that end like GSM8K's completions: log-normal lengths of mean 130 and 95th percentile 300, cut at
+    400.
+    """
     rows, limit = prompts * G, 400
     generator = torch.Generator().manual_seed(2)
     lengths = torch.exp(4.670 + 0.628 * torch.randn(rows, generator=generator)).round().clamp(1, limit).long()
@@ -219,7 +227,9 @@ def gsm8k_case(name, folder, data, emit):
 
 @torch.no_grad()
 def agreement(name, fast, plain, prompts, emit):
-    """Greedy tokens of the fast path against the plain one's, up to the first that differs; how near a tie that was, by the plain path's log-probs."""
+    """Greedy tokens of the fast path against the plain one's, up to the first that differs; how near a tie
+    that was, by the plain path's log-probs.
+    """
     ours, theirs = (d.complete(prompts, Sampling(300)) for d in (fast, plain))
     same, total, gaps = 0, 0, []
     for prompt, [(a, *_)], [(b, *_)] in zip(prompts, ours, theirs, strict=True):

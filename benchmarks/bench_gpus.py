@@ -2,10 +2,12 @@
 
     python benchmarks/bench_gpus.py [--gpus 1 2] [--cases 1.5b-8x8 3b-fsdp]
 
-Random weights at real sizes, prompts of 128 tokens, the same work on each GPU: 8 prompts x 8 completions of 256 tokens, or the original recipe's 7 x 12 of
-400. Seconds are medians over the steps after the first two; gathering the rewards is in reward_seconds. Measured alone: an all-reduce of the gradients, and
-a gathering. The cost model, from one GPU and two: gradients (4 bytes a weight) go over a ring, 2 (n - 1) / n of them through each GPU at the measured rate
-of an all-reduce, after the backward of the last micro-batch where nothing hides them; the rest of a step is that of one GPU.
+Random weights at real sizes, prompts of 128 tokens, the same work on each GPU: 8 prompts x 8 completions of
+256 tokens, or the original recipe's 7 x 12 of 400. Seconds are medians over the steps after the first two;
+gathering the rewards is in reward_seconds. Measured alone: an all-reduce of the gradients, and a gathering.
+The cost model, from one GPU and two: gradients (4 bytes a weight) go over a ring, 2 (n - 1) / n of them
+through each GPU at the measured rate of an all-reduce, after the backward of the last micro-batch where
+nothing hides them; the rest of a step is that of one GPU.
 """
 
 import argparse
@@ -54,7 +56,9 @@ dist.destroy_process_group()
 
 
 def prepare(shape, folder):
-    """A directory with random weights of that shape, problems of 128 tokens, and rewards drawn from the text; returns the number of parameters."""
+    """A directory with random weights of that shape, problems of 128 tokens, and rewards drawn from the text;
+    returns the number of parameters.
+    """
     tokenizer = synthetic_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
@@ -122,7 +126,9 @@ def one_run(case, gpus, folder, steps, emit):
 
 
 def collectives(gpus):
-    """Bytes of gradients that an all-reduce over that many GPUs gets done in a second, and seconds of a gathering of 64 rewards from each."""
+    """Bytes of gradients that an all-reduce over that many GPUs gets done in a second, and seconds of a
+    gathering of 64 rewards from each.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(COLLECTIVES)
         script.flush()

@@ -1,9 +1,11 @@
-"""One whole GRPO step, rewards ready to rollout copy refreshed and all, and TRL's trainer on the same work in the same call.
+"""One whole GRPO step, rewards ready to rollout copy refreshed and all, and TRL's trainer on the same work in
+the same call.
 
     python benchmarks/bench_step.py [--cases 1.5b-8x8 original-recipe ...] [--trl false]
 
-Random weights at real sizes, prompts of 128 tokens, temperature 1, no row ends before the limit; rewards are drawn at random, so that every group
-carries a signal. Update arithmetic: (6 + 2 where there is a reference) x parameters, tied ones once, x unpadded prompt and completion tokens.
+Random weights at real sizes, prompts of 128 tokens, temperature 1, no row ends before the limit; rewards are
+drawn at random, so that every group carries a signal. Update arithmetic: (6 + 2 where there is a reference) x
+parameters, tied ones once, x unpadded prompt and completion tokens.
 """
 
 import argparse

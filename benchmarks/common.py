@@ -1,4 +1,6 @@
-"""What the benchmarks share: running the scripts as a user would, the table, and the JSON result (design: one file a benchmark)."""
+"""What the benchmarks share: running the scripts as a user would, the table, and the JSON result (design: one
+file a benchmark).
+"""
 
 import json
 import os
@@ -14,7 +16,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def run_script(*words, env=None, echo=True, seen=None):
-    """Run one of the project's scripts; returns the last line it printed. Its output is passed on; a failure ends the benchmark.
+    """Run one of the project's scripts; returns the last line it printed. Its output is passed on; a failure
+    ends the benchmark.
 
     `seen`: a list that gets (moment, line).
     """

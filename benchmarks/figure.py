@@ -1,4 +1,5 @@
-"""The README's figure, from the curves in benchmarks/results: the embedded job over three seeds, and the GSM8K run.
+"""The README's figure, from the curves in benchmarks/results: the embedded job over three seeds, and the
+GSM8K run.
 
 pip install matplotlib; python benchmarks/figure.py
 """

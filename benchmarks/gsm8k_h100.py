@@ -1,10 +1,13 @@
-"""A small model on GSM8K on one GPU: zero-shot, supervised training, then minutes of GRPO; before and after, on the same questions, paired.
+"""A small model on GSM8K on one GPU: zero-shot, supervised training, then minutes of GRPO; before and after,
+on the same questions, paired.
 
     python benchmarks/gsm8k_h100.py --case smollm2-135m --model DIR --data FOLDER --work FOLDER [--stage warm_start] ...
 
-Cases: qwen-coder-0.5b, a supervised epoch and 6.5 minutes of GRPO with M3PO; smollm2-135m, three epochs and 4 minutes; qwen-multi-reward, an epoch and
-4 minutes with the five rewards of configs/multi_reward.yaml. Each stage leaves its state in --work and is not done again, so the stages may run in calls
-of their own. The last stage reloads the saved directory by plain transformers in a process of its own, in float32, and compares greedy completions.
+Cases: qwen-coder-0.5b, a supervised epoch and 6.5 minutes of GRPO with M3PO; smollm2-135m, three epochs and 4
+minutes; qwen-multi-reward, an epoch and 4 minutes with the five rewards of configs/multi_reward.yaml. Each
+stage leaves its state in --work and is not done again, so the stages may run in calls of their own. The last
+stage reloads the saved directory by plain transformers in a process of its own, in float32, and compares
+greedy completions.
 """
 
 import argparse

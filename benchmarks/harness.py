@@ -1,9 +1,11 @@
-"""The same questions and prompts by EleutherAI's lm-evaluation-harness, which loads the saved directory as any other model, against grpo_eval.py.
+"""The same questions and prompts by EleutherAI's lm-evaluation-harness, which loads the saved directory as
+any other model, against grpo_eval.py.
 
     python benchmarks/harness.py --model DIR --dataset FOLDER [--limit 100]
 
-Greedy, float32. The harness gets our prompts through a local task file; it decodes by `generate` and grades by its own filters (regular expressions and
-equal text). Every question on which the two disagree is printed with what each saw.
+Greedy, float32. The harness gets our prompts through a local task file; it decodes by `generate` and grades
+by its own filters (regular expressions and equal text). Every question on which the two disagree is printed
+with what each saw.
 """
 
 import argparse

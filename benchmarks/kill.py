@@ -1,4 +1,5 @@
-"""kill -9 at random moments of a run, and the same command again, until it is through: are the final weights those of a run that was left alone?
+"""kill -9 at random moments of a run, and the same command again, until it is through: are the final weights
+those of a run that was left alone?
 
 python benchmarks/kill.py [--kills 30] [--cases tiny warm-start]
 """
@@ -31,7 +32,9 @@ CASES = {
 
 
 def killed_and_resumed(words, out, kills, seed=0):
-    """Run the command, kill it `kills` times at random moments after it has begun to work, then let it end; returns what was killed each time."""
+    """Run the command, kill it `kills` times at random moments after it has begun to work, then let it end;
+    returns what was killed each time.
+    """
     draw, killed = random.Random(seed), []
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     while True:

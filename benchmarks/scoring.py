@@ -1,9 +1,10 @@
-"""Scoring equals sampling: the log-probs that the update computes against those the sampler recorded, over 64 ragged sequences with M3PO.
+"""Scoring equals sampling: the log-probs that the update computes against those the sampler recorded, over 64
+ragged sequences with M3PO.
 
     python benchmarks/scoring.py --model DIR --data FOLDER
 
-On the CPU in float32; on a GPU with a bf16 sampler and float32 policy weights under bf16 autocast, as in training. Beside it the
-difference that scoring plain ids gives, as the published M3PO scripts do.
+On the CPU in float32; on a GPU with a bf16 sampler and float32 policy weights under bf16 autocast, as in
+training. Beside it the difference that scoring plain ids gives, as the published M3PO scripts do.
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""The embedded job from the command to the evaluated directory: three seeds, with M3PO and without, and once with the loop broken on purpose.
+"""The embedded job from the command to the evaluated directory: three seeds, with M3PO and without, and once
+with the loop broken on purpose.
 
     python benchmarks/tiny_job.py [--work DIR] [--parallel 2]
 
-Accuracy on 500 held-out problems before GRPO (the warm start's directory) and after: greedy, and sampled (temperature 1, 4 answers each).
+Accuracy on 500 held-out problems before GRPO (the warm start's directory) and after: greedy, and sampled
+(temperature 1, 4 answers each).
 """
 
 import argparse
@@ -25,7 +27,9 @@ CASES["tiny-shuffled"] = (0, 0.1, True)
 
 
 def run_case(case, work):
-    """One run; returns its rows. `seconds` is from the command to the greedy evaluation of the trained directory."""
+    """One run; returns its rows. `seconds` is from the command to the greedy evaluation of the trained
+    directory.
+    """
     seed, lam, shuffled = CASES[case]
     out = work / case
     started = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Session fixtures: a byte-level BPE tokenizer trained in place and tiny random models of five families. Offline, one thread."""
+"""Session fixtures: a byte-level BPE tokenizer trained in place and tiny random models of five families.
+Offline, one thread.
+"""
 
 import os
 

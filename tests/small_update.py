@@ -48,7 +48,9 @@ class SmallUpdate:
 
 
 def small_update(tokenizer, prompts, lambda_blend=0.3, **settings):
-    """A small policy with its learner and a rollout of it; the reference, where there is a KL, has other weights."""
+    """A small policy with its learner and a rollout of it; the reference, where there is a KL, has other
+    weights.
+    """
     config = Config(**{**FLAGS, **settings})
     policy, other = build_model("qwen2", tokenizer), build_model("qwen2", tokenizer, seed=1)
     decoder = GroupDecoder(policy, tokenizer, "e", Interaction(lambda_blend))

@@ -100,7 +100,9 @@ def test_fresh_problems_are_the_next_ones_and_are_not_drawn_again_in_the_next_st
 def test_what_listening_changed_is_asked_with_the_draws_of_the_group_that_stayed(
     recipe_start, tmp_path, monkeypatch
 ):
-    """A group that gave way was drawn anew, and was read again with the draws of the one before it: nearly every token "would have been another"."""
+    """A group that gave way was drawn anew, and was read again with the draws of the one before it: nearly
+    every token "would have been another".
+    """
     (tmp_path / "pays.py").write_text(PAYS_SOME)
     again = []
 

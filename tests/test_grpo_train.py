@@ -233,7 +233,9 @@ def test_a_row_is_drawn_by_its_number_in_the_batch_whoever_samples_it(tokenizer,
 
 
 def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, prompts):
-    """Groups (0, 0, 0, 4) and (5, 5, 5, 5): deviations 2 and 0, mean 1; of all eight the square root of 44 / 7."""
+    """Groups (0, 0, 0, 4) and (5, 5, 5, 5): deviations 2 and 0, mean 1; of all eight the square root of 44 /
+    7.
+    """
     small, right = small_update(tokenizer, prompts[:2]), [True] + [False] * 7
     metrics = small.metrics(["a", "a", "b", "c"] * 2, right, [0.0, 0, 0, 4, 5, 5, 5, 5])
     assert metrics["reward_std_in_group"] == pytest.approx(1)

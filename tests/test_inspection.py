@@ -35,7 +35,9 @@ def test_debug_looks_with_the_weights_that_sampled(warm, tmp_path, monkeypatch, 
 
 
 def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
-    """Beside the sampled token stands what the same draw gives with nobody heard; nowhere without M3PO, or where inspect_every says 0."""
+    """Beside the sampled token stands what the same draw gives with nobody heard; nowhere without M3PO, or
+    where inspect_every says 0.
+    """
     out = run_short(
         warm,
         tmp_path / "out",
@@ -64,7 +66,9 @@ def test_no_memory_to_look_inside_ends_no_run(warm, tmp_path, monkeypatch):
 
 
 def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
-    """With next to nothing heard no token may be another one; with the draws of the group that it replaced most would be."""
+    """With next to nothing heard no token may be another one; with the draws of the group that it replaced
+    most would be.
+    """
     (tmp_path / "mine.py").write_text(
         "calls = []\ndef mine(completions, **kwargs):\n    calls.append(1)\n    return [float(i * (len(calls) % 2 == 0)) for i in range(len(completions))]\n"
     )
@@ -96,7 +100,9 @@ def test_the_effect_of_interaction_is_nothing_without_it_and_something_with_it(l
 
 
 def test_rounding_is_not_taken_for_listening(tokenizer, prompts):
-    """In bf16 the sampler and the scoring round otherwise: 3 of 130 draws came out as another token, and were put down to the peers."""
+    """In bf16 the sampler and the scoring round otherwise: 3 of 130 draws came out as another token, and were
+    put down to the peers.
+    """
     model = build_model("gpt2", tokenizer, dtype=torch.bfloat16)
     decoder, out = rollout_of(model, tokenizer, prompts[:1], lam=1e-9, length=400)
     effect = interaction_effect(Scorer(model, decoder.tables), out, rollout_uniforms(0, 0, 0, G, 400))

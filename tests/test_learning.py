@@ -39,7 +39,9 @@ def all_rows(rollout):
 @pytest.mark.parametrize("lam", [0.0, 0.3])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_scoring_equals_sampling(model, tokenizer, prompts, lam, temperature):
-    """I1: the published scripts sample from blended inputs and score plain ids, so they train a policy that never acted."""
+    """I1: the published scripts sample from blended inputs and score plain ids, so they train a policy that
+    never acted.
+    """
     decoder, out = rollout_of(model, tokenizer, prompts, lam, temperature)
     logp, _ = Scorer(model, decoder.tables)(out, all_rows(out))
     assert out.ended.any(), "ended rows are part of the claim"
@@ -55,7 +57,9 @@ def test_scoring_equals_sampling(model, tokenizer, prompts, lam, temperature):
 def test_a_runs_scorer_asks_for_no_mask_where_none_is_needed(
     family, tokenizer, prompts, monkeypatch, tmp_path
 ):
-    """transformers would compare positions to find out, and the host wait for the card at the start of every forward (12 to 17 ms each, on an H200)."""
+    """transformers would compare positions to find out, and the host wait for the card at the start of every
+    forward (12 to 17 ms each, on an H200).
+    """
     model, scored = (build_model(family, tokenizer) for _ in range(2))
     decoder, out = rollout_of(model, tokenizer, prompts)
     scorer = make_scorer(scored, decoder.tables, grpo_train.Config())
@@ -256,7 +260,9 @@ def test_refresh_copies_every_weight_into_the_same_storage_and_tells_the_share_t
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_dropout_is_zero_after_loading_whatever_the_config_says(tokenizer, tmp_path, family):
-    """I11: two forwards of the model in train() must give the same log-probs. GPT-2 drops in modules, Llama in its attention function."""
+    """I11: two forwards of the model in train() must give the same log-probs. GPT-2 drops in modules, Llama
+    in its attention function.
+    """
     model = build_model(family, tokenizer)
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if family == "gpt2" else ("attention_dropout",)
     for name in names:
@@ -271,7 +277,9 @@ def test_dropout_is_zero_after_loading_whatever_the_config_says(tokenizer, tmp_p
 
 
 def test_the_logits_of_a_batch_never_exist_whole(tokenizer, prompts):
-    """TRL#3678: a 0.6B model ran out of 20 GB on its logits. The head sees `chunk_tokens` tokens at most, in the backward too."""
+    """TRL#3678: a 0.6B model ran out of 20 GB on its logits. The head sees `chunk_tokens` tokens at most, in
+    the backward too.
+    """
     model, seen = build_model("llama", tokenizer), []
     decoder, out = rollout_of(model, tokenizer, prompts)
     model.lm_head.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape[0]))
@@ -338,7 +346,9 @@ def test_a_loaded_model_remembers_the_dtype_it_came_in(tokenizer, tmp_path):
 
 
 def test_decay_is_of_matrices_only_and_the_betas_are_in_their_places():
-    """After one step of Adam from zero moments: exp_avg = (1 - beta1) g, exp_avg_sq = (1 - beta2) g^2; a bias of gradient 0 keeps its value."""
+    """After one step of Adam from zero moments: exp_avg = (1 - beta1) g, exp_avg_sq = (1 - beta2) g^2; a bias
+    of gradient 0 keeps its value.
+    """
     model = torch.nn.Linear(1, 1)
     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
     optimizer, _ = make_optimizer(

@@ -1,4 +1,6 @@
-"""Each recipe's config end to end on a small model, and what goes out of a run: trackers, the hub, a solver, TRL."""
+"""Each recipe's config end to end on a small model, and what goes out of a run: trackers, the hub, a solver,
+TRL.
+"""
 
 import json
 from pathlib import Path

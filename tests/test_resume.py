@@ -1,4 +1,6 @@
-"""A run that is stopped and resumed equals one that was not, to the bit; and what happens to checkpoints between."""
+"""A run that is stopped and resumed equals one that was not, to the bit; and what happens to checkpoints
+between.
+"""
 
 import contextlib
 import json
@@ -185,7 +187,9 @@ def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, tmp_pa
 def test_a_checkpoint_written_before_progress_had_its_names_is_gone_on_from(
     start, uninterrupted, tmp_path, monkeypatch
 ):
-    """training_state.json of 2026-11-28: flat, with a `place` in the data, and the metrics of a step that is not logged yet."""
+    """training_state.json of 2026-11-28: flat, with a `place` in the data, and the metrics of a step that is
+    not logged yet.
+    """
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(Stop, "asked", asked_at(90))
@@ -259,7 +263,9 @@ def asked_at(moments):
 def test_stopped_at_any_moment_and_resumed_is_the_same_run(
     moment, start, uninterrupted, tmp_path, monkeypatch
 ):
-    """Before the first step, in a rollout, in an evaluation: the last finished step is saved, the status is 143."""
+    """Before the first step, in a rollout, in an evaluation: the last finished step is saved, the status is
+    143.
+    """
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(Stop, "asked", asked_at(moment))
@@ -275,7 +281,9 @@ def test_stopped_at_any_moment_and_resumed_is_the_same_run(
 def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as_well(
     start, uninterrupted, tmp_path, monkeypatch
 ):
-    """The step's line waits for its evaluation; a log that was written to before would be cut in the middle of a line."""
+    """The step's line waits for its evaluation; a log that was written to before would be cut in the middle
+    of a line.
+    """
     out, honest, calls = tmp_path / "out", grpo_train.held_out_accuracy, []
 
     def cut(run, *args):
@@ -384,7 +392,9 @@ def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(s
     ],
 )
 def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
-    """An empty name filled the current folder; the others ended in a traceback, the last after the models were loaded."""
+    """An empty name filled the current folder; the others ended in a traceback, the last after the models
+    were loaded.
+    """
     with pytest.raises(SettingError, match=f"output_dir=.*{words}"):
         grpo_train.train(settings_of(start, name))
 
@@ -396,7 +406,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(name, words, start):
 def test_what_is_in_the_way_of_a_file_of_the_run_is_named_before_any_work(
     name, folder, script, start, tmp_path
 ):
-    """The first ended in a traceback, the others in one at the end of the whole training, and there was no model."""
+    """The first ended in a traceback, the others in one at the end of the whole training, and there was no
+    model.
+    """
     (tmp_path / name).mkdir() if folder else (tmp_path / name).touch()
     with pytest.raises(SettingError, match=f"holds a {name} of another kind, which is in the way"):
         script.train(settings_of(start, tmp_path, script, max_completion_length=64))
@@ -724,7 +736,9 @@ def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left
 def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_the_other_samples(
     start, tmp_path
 ):
-    """Every group of process 1 has a signal when it is told to stop, none is its to sample, and process 0 must not wait for it for ever."""
+    """Every group of process 1 has a signal when it is told to stop, none is its to sample, and process 0
+    must not wait for it for ever.
+    """
     words = dict(
         num_processes=2,
         num_steps=12,
@@ -878,7 +892,9 @@ def test_logs_are_not_thrown_away_where_there_is_nothing_to_go_on_from(start, cu
 
 
 def test_a_checkpoint_of_a_time_that_the_run_has_gone_back_behind_goes(start, cut, monkeypatch):
-    """Passed over once for its damage, it must not be gone on from when the disk has recovered: its future is another one."""
+    """Passed over once for its damage, it must not be gone on from when the disk has recovered: its future is
+    another one.
+    """
     (cut / "checkpoint-4" / "manifest.json").unlink()
     run(
         settings_of(start, cut, resume=True, save_every=3, keep_checkpoints=5),

@@ -39,7 +39,9 @@ def test_a_target_is_the_solution_in_the_format_and_ends_in_the_eos_of_the_templ
 
 
 def test_the_solution_s_own_answer_is_learned_even_where_it_is_wrong(tokenizer):
-    """The embedded task's warm start copies wrong solutions; writing the right label under a wrong derivation would leak it."""
+    """The embedded task's warm start copies wrong solutions; writing the right label under a wrong derivation
+    would leak it.
+    """
     problem = encoded(tokenizer, "How many pens?", "17", "12 - 5 = 7\n#### 7")
     [(_, ids)] = sft_train.responses([problem], tokenizer, sft_train.Config())
     assert extract_answer(tokenizer.decode(ids)) == "7"
@@ -84,7 +86,9 @@ def test_the_loss_is_on_the_response_only_and_is_the_cross_entropy_of_plain_tran
 
 
 def test_a_supervised_step_does_not_depend_on_its_micro_batches(tokenizer, tmp_path):
-    """I3: the loss is a mean over the tokens of the whole batch, long responses counting for more, however it is cut."""
+    """I3: the loss is a mean over the tokens of the whole batch, long responses counting for more, however it
+    is cut.
+    """
     a_model_and_problems(tmp_path, "llama", tokenizer)
     rows = [{"question": f"{n}?", "answer": "pens " * (1 + 5 * (n % 3)) + f"\n#### {n}"} for n in range(6)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -122,7 +126,9 @@ def test_the_longest_response_allowed_is_kept_and_of_all_the_first_are_taken(tok
 def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_schedule_with_its_last_step(
     tokenizer, tmp_path, monkeypatch
 ):
-    """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, in which each is met once, and the linear rate goes down by thirds."""
+    """30 problems, 6 of them held out: 24 in batches of 8 are 3 steps, in which each is met once, and the
+    linear rate goes down by thirds.
+    """
     a_model_and_problems(tmp_path, "llama", tokenizer)
     met, made = [], sft_train.as_rollout
     monkeypatch.setattr(

@@ -29,7 +29,9 @@ def test_tensorboard_gets_every_number_and_can_be_read_back(recipe_start, tmp_pa
 
 
 def log_records(data):
-    """The records of a LevelDB log, as W&B writes its offline runs: blocks of 32 KiB, parts with a header of checksum, length and kind."""
+    """The records of a LevelDB log, as W&B writes its offline runs: blocks of 32 KiB, parts with a header of
+    checksum, length and kind.
+    """
     at, whole = 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:

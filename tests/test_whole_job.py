@@ -39,7 +39,9 @@ def test_each_step_has_problems_of_its_own_until_all_were_met(trained):
 
 
 def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp_path):
-    """No group carries a signal: of six problems a step four are drawn for nothing, and the next step begins behind them."""
+    """No group carries a signal: of six problems a step four are drawn for nothing, and the next step begins
+    behind them.
+    """
     (tmp_path / "same.py").write_text(
         "def same(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
@@ -55,7 +57,9 @@ def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp
 
 
 def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_average(trained):
-    """-log p of the samples has the entropy as its mean; one group of the first step is logged, 4 rows of up to 48 tokens."""
+    """-log p of the samples has the entropy as its mean; one group of the first step is logged, 4 rows of up
+    to 48 tokens.
+    """
     rows = [json.loads(line) for line in (trained / "rollouts.jsonl").read_text().splitlines()]
     surprise = [-p for row in rows if "logps" in row for p in row["logps"]]
     entropy = [json.loads(line)["entropy"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
@@ -290,7 +294,9 @@ def accuracy_after(folder, flags):
 def test_the_tiny_job_learns_from_its_reward_and_learns_nothing_from_shuffled_advantages(
     tmp_path, monkeypatch
 ):
-    """The whole of configs/tiny.yaml, and a shorter copy of it in which every advantage goes to a wrong completion."""
+    """The whole of configs/tiny.yaml, and a shorter copy of it in which every advantage goes to a wrong
+    completion.
+    """
     before, after = accuracy_after(tmp_path / "honest", "")
     assert 0.35 < before < 0.65
     assert after > before + 0.25
