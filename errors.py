@@ -1,24 +1,37 @@
-"""What a user is told in one line; each error has the exit status of the script that prints it."""
+"""What a user is told in one line; `status` is the exit status of a script that ends with the error."""
+
+
+def one_line(error, limit=200):
+    """The text of an error, or of anything else, as one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]
 
 
 class SettingError(ValueError):
-    """A bad setting: names the field, the value and what would do. The scripts print it as one line and exit with 2."""
+    """A bad setting: the line names the field, its value and what would do."""
+
+    status = 2
 
     def __init__(self, name, value, remedy):
         super().__init__(f"{name}={value!r}: {remedy}")
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on: one line that names the file and the row."""
+    """Data that cannot be trained on: the line names the file and the row."""
+
+    status = 2
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, said in one line; the scripts exit with 1."""
+    """A run that cannot go on."""
+
+    status = 1
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or returned something that cannot be trained on; one line that names it."""
+    """A reward function raised, or returned something that cannot be trained on: the line names it."""
+
+    status = 1
 
 
 class Interrupted(Exception):
-    """Somebody asked for the end while rows were being decoded; what they have said so far is lost, and nothing else."""
+    """The run was asked to end while rows were being decoded; only their unfinished completions are lost."""
