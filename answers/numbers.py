@@ -87,7 +87,7 @@ def _is_cased(char):
 
 
 def _sign(before):
-    """(sign, the text before it) of what stands before a number; None where that changes the number's value.
+    """(sign, the text before it) of what stands before a number; None where that changes the value.
 
     None for "--5", "2 - 5" with a word for the 2, "x-5" and "x -5"; but "a profit of -$5" has a sign.
     """
@@ -125,10 +125,10 @@ def _is_unit(after, is_money):
 
 
 def parse_number(text):
-    """The one number that a text holds, exact; None where it holds none, several, or one with a changed value.
+    """The one number that a text holds, exact; None where it holds none, several, or one that is changed.
 
     Ignored: currency and percent signs, commas between groups of three, words and units, `x =`, one closing
-    full stop, LaTeX spacing. "7 million", "x - 5" and "2^5" change the value.
+    full stop, LaTeX spacing. Changed are "7 million", "x - 5" and "2^5".
     """
     plain = plain_number_text(text) if isinstance(text, str) else ""
     span = FIRST_TO_LAST_DIGIT.search(plain)
@@ -151,7 +151,7 @@ def parse_number(text):
 
 
 def last_number(text):
-    """The last number of a whole text (lm-evaluation-harness's flexible-extract), or None; never for a reward."""
+    """The last number of a text (lm-evaluation-harness's flexible-extract), or None; never for a reward."""
     upto = re.match(r".*\d", completion_text(text) or "", re.DOTALL)
     if upto is None:
         return None
