@@ -33,7 +33,7 @@ from learning.models import check_positions, load_model, load_tokenizer, rollout
 from learning.parallel import shard
 from m3po_module import SIMILARITIES
 from problems.problem import EncodedProblem
-from problems.prompts import encode_prompts, problems_of, system_prompt, template_kwargs
+from problems.prompts import Prompting, problems_of, system_prompt
 from problems.sources import QUESTION
 from reporting.comparison import Side, compare, compare_two
 from reporting.files import read_yaml, write_whole
@@ -372,9 +372,7 @@ def evaluate(config):
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     problems = problems_of(config)
     check_columns(config, problems)
-    asked, skipped = encode_prompts(
-        problems, tokenizer, system_prompt(config), config.max_prompt_length, template_kwargs(config)
-    )
+    asked, skipped = Prompting.of(config).encode(tokenizer, problems, config.max_prompt_length)
     folder = new_folder(config, config.model)
     model = load_model(
         config.model, tokenizer, rollout_dtype(config), device, config.trust_remote_code
@@ -512,9 +510,13 @@ def answer(config):
     """`--ask` and `--questions`: print answers, or write them as JSON lines."""
     questions = [config.ask] if config.ask is not None else read_questions(config.questions)
     solver = load_solver(
-        config.model, config.answer_format, system_prompt(config), config.max_completion_length, config.bf16, config.trust_remote_code,
-        torch_compile=len(questions) > 100 and config.torch_compile, chat_template_kwargs=template_kwargs(config),
-    )  # fmt: skip
+        config.model,
+        Prompting.of(config),
+        config.max_completion_length,
+        config.bf16,
+        config.trust_remote_code,
+        torch_compile=len(questions) > 100 and config.torch_compile,
+    )
     solutions = solve(questions, solver, config.temperature, config.seed)
     if config.save_jsonl is None:
         print(

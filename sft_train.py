@@ -21,7 +21,7 @@ from learning.log_probs import make_scorer
 from learning.memory import TokenBudget, within_memory
 from learning.models import check_positions, load_model, load_policy, load_tokenizer, refresh, rollout_dtype
 from learning.parallel import distribute, largest, shard
-from problems.prompts import chat_eos_id, prepare_problems, template_kwargs
+from problems.prompts import Prompting, prepare_problems
 from reporting.files import FINISHED, LOGS
 from running.checkpoint import Checkpoints
 from running.evaluation import held_out_accuracy
@@ -78,7 +78,7 @@ class Config(TrainConfig):
 
 def responses(problems, tokenizer, config):
     """The ids to learn for each problem, EOS of the chat template at the end, and which problems have them within max_completion_length."""
-    answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer, template_kwargs(config))
+    answer_format, eos = ANSWER_FORMATS[config.answer_format], Prompting.of(config).eos_id(tokenizer)
     kept = []
     for p in problems:
         text = p.problem.response or _worked_answer(p.problem, answer_format, config)

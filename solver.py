@@ -5,7 +5,6 @@ solver = load_solver("grpo_finetuned_model")
 print(solve("A pen costs 3 dollars. How much do 14 pens cost?", solver).answer)
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from errors import SettingError
 from learning.models import check_positions, load_model, load_tokenizer
-from problems.prompts import build_prompt
-from problems.prompts import system_prompt as system_prompt_of
+from problems.prompts import Prompting
 from reporting.files import read_yaml
 
 
@@ -37,24 +35,22 @@ class Solver:
     """A loaded model with what it was trained to read."""
 
     decoder: GroupDecoder
-    answer_format: str
-    system_prompt: str
-    chat_template_kwargs: dict
+    prompting: Prompting
     max_completion_length: int
 
 
-def load_solver(model="grpo_finetuned_model", answer_format=None, system_prompt=None, max_completion_length=None, bf16=True, trust_remote_code=False,
-                torch_compile=False, chat_template_kwargs=None):  # fmt: skip
+def load_solver(
+    model="grpo_finetuned_model",
+    prompting=None,
+    max_completion_length=None,
+    bf16=True,
+    trust_remote_code=False,
+    torch_compile=False,
+):
     """Load a directory or hub id; what is left out is read from its run_config.yaml, as grpo_eval.py does."""
     file = Path(model) / "run_config.yaml"
     trained = read_yaml(file) if file.exists() else {}
-    name = answer_format or trained.get("answer_format", "xml")
-    if name not in ANSWER_FORMATS:
-        raise SettingError("answer_format", name, "must be one of " + ", ".join(ANSWER_FORMATS))
-    if system_prompt is None:
-        system_prompt = system_prompt_of(
-            SimpleNamespace(answer_format=name, system_prompt_file=trained.get("system_prompt_file"))
-        )
+    prompting = prompting or _trained_prompting(trained)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(model, trust_remote_code)
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
@@ -63,27 +59,26 @@ def load_solver(model="grpo_finetuned_model", answer_format=None, system_prompt=
         tokenizer,
         compiled=torch_compile,
     )
-    kwargs = (
-        json.loads(trained.get("chat_template_kwargs") or "{}")
-        if chat_template_kwargs is None
-        else chat_template_kwargs
-    )
-    return Solver(
-        decoder,
-        name,
-        system_prompt,
-        kwargs,
-        max_completion_length or trained.get("max_completion_length", 400),
+    return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
+
+
+def _trained_prompting(trained):
+    """What a run's settings say of prompts, with the defaults of training where they say nothing."""
+    name = trained.get("answer_format", "xml")
+    if name not in ANSWER_FORMATS:
+        raise SettingError("answer_format", name, "must be one of " + ", ".join(ANSWER_FORMATS))
+    kwargs = trained.get("chat_template_kwargs") or "{}"
+    file = trained.get("system_prompt_file")
+    return Prompting.of(
+        SimpleNamespace(answer_format=name, system_prompt_file=file, chat_template_kwargs=kwargs)
     )
 
 
 def solve(question, solver, temperature=0.0, seed=0):
     """Answer one question (a text) or several (a list): a Solution, or a list of them. Temperature 0 is greedy."""
     questions = [question] if isinstance(question, str) else list(question)
-    tokenizer, chosen = solver.decoder.tokenizer, ANSWER_FORMATS[solver.answer_format]
-    prompts = [
-        build_prompt(tokenizer, q, solver.system_prompt, solver.chat_template_kwargs) for q in questions
-    ]
+    tokenizer, chosen = solver.decoder.tokenizer, ANSWER_FORMATS[solver.prompting.answer_format]
+    prompts = [solver.prompting.build(tokenizer, q) for q in questions]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     check_positions(solver.decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
     answers = solver.decoder.complete(ids, solver.max_completion_length, temperature=temperature, seed=seed)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
 from errors import SettingError
-from problems.prompts import system_prompt, template_kwargs
+from problems.prompts import Prompting
 from rewards import GRADINGS
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml", "aim": "aim", "clearml": "clearml",
@@ -275,8 +275,7 @@ def check_prompting(config):
     check(
         config, "answer_format", lambda v: v in ANSWER_FORMATS, "must be one of " + ", ".join(ANSWER_FORMATS)
     )
-    template_kwargs(config)
-    system_prompt(config)
+    Prompting.of(config)
 
 
 def resolved(config):

@@ -17,7 +17,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from errors import RewardError
 from grpo_train import Config, group_advantages
-from problems.prompts import encode_prompts, problems_of
+from problems.prompts import Prompting, problems_of
 from problems.sources import load_problems
 from running.run import problem_batch
 from small_runs import SHORT, lines, run_short
@@ -277,7 +277,7 @@ def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, 
     config, model, _, (accelerator, scorer, *_) = setup(tokenizer, prompts, batch_size=2)
     model.model.norm.weight.data[0] = NAN
     decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3))
-    batch = encode_prompts(load_problems("arithmetic", limit=2), tokenizer, "", 200)[0]
+    batch, _ = Prompting("xml", "").encode(tokenizer, load_problems("arithmetic", limit=2), 200)
     sampled = grpo_train.sample(decoder, batch, range(2), config, 0)
     grpo_train.score(grpo_train.reward_functions(config), sampled, config, 0)
     grpo_train.log_rollouts(accelerator, tmp_path, 0, tokenizer, sampled, [False] * 8, torch.zeros(8), config)
