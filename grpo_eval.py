@@ -35,7 +35,7 @@ from learning.models import check_positions, load_model, load_tokenizer, rollout
 from learning.parallel import shard
 from m3po_module import SIMILARITIES
 from problems.problem import EncodedProblem
-from problems.prompts import encode_prompts, problems_of, system_prompt
+from problems.prompts import Prompting, problems_of, system_prompt
 from reporting.comparison import Side, compare, compare_two
 from reporting.evaluation import summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
@@ -44,7 +44,7 @@ from rewards import combined_reward, right_answers
 from running.launching import end_with_parent, launch, starts_processes
 from running.parsing import parse_config, run_main
 from running.settings import check, check_one_of, check_prompting, free_on_resume, resolved, setting
-from solver import load_solver, prompting_of, read_questions, readable, solve, training_row
+from solver import load_solver, read_questions, readable, solve, training_row
 
 
 def from_training(default, text):
@@ -215,10 +215,8 @@ class LocalModel:
     def __init__(self, config, device):
         tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         self.config, self.report = config, {"model": config.model}
-        prompting, longest = prompting_of(config), config.max_prompt_length
-        encoded = encode_prompts(
-            read_problems(config), tokenizer, prompting.system_prompt, longest, prompting.template_kwargs
-        )
+        prompting, longest = Prompting.of(config), config.max_prompt_length
+        encoded = prompting.encode(tokenizer, read_problems(config), longest)
         self.questions, self.skipped = encoded
         self.folder = new_folder(config, config.model)
         dtype = rollout_dtype(config)
@@ -463,7 +461,7 @@ def answer(config):
     questions = [config.ask] if config.ask is not None else read_questions(config.questions)
     solver = load_solver(
         config.model,
-        prompting_of(config),
+        Prompting.of(config),
         config.max_completion_length,
         config.bf16,
         config.trust_remote_code,

@@ -23,7 +23,7 @@ from errors import DataError, SettingError
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard
-from problems.prompts import chat_eos_id, prepare_problems, template_kwargs
+from problems.prompts import Prompting, prepare_problems
 from reporting.files import write_whole
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, starts_processes
@@ -77,7 +77,7 @@ def responses(problems, tokenizer, config):
 
     Longer responses than max_completion_length are left out.
     """
-    answer_format, eos = ANSWER_FORMATS[config.answer_format], chat_eos_id(tokenizer, template_kwargs(config))
+    answer_format, eos = ANSWER_FORMATS[config.answer_format], Prompting.of(config).eos_id(tokenizer)
     kept = []
     for p in problems:
         text = p.problem.response or _worked_answer(p.problem, answer_format, config)

@@ -17,18 +17,9 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
 from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
-from problems.prompts import build_prompt, system_prompt, template_kwargs
+from problems.prompts import Prompting
 from problems.sources import QUESTION
 from reporting.files import read_run_config
-
-
-@dataclass(frozen=True)
-class Prompting:
-    """How a question becomes a prompt, and the format that its answer is read from."""
-
-    answer_format: str
-    system_prompt: str
-    template_kwargs: dict
 
 
 @dataclass(frozen=True)
@@ -51,14 +42,6 @@ class Solver:
     max_completion_length: int
 
 
-def prompting_of(settings):
-    """The prompting that settings name: answer_format, system_prompt_file and chat_template_kwargs."""
-    name = settings.answer_format
-    if name not in ANSWER_FORMATS:
-        raise SettingError("answer_format", name, "must be one of " + ", ".join(ANSWER_FORMATS))
-    return Prompting(name, system_prompt(settings), template_kwargs(settings))
-
-
 def load_solver(
     model="grpo_finetuned_model",
     prompting=None,
@@ -78,7 +61,7 @@ def load_solver(
             system_prompt_file=trained.get("system_prompt_file"),
             chat_template_kwargs=trained.get("chat_template_kwargs") or "{}",
         )
-        prompting = prompting_of(settings)
+        prompting = Prompting.of(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(model, trust_remote_code)
@@ -93,7 +76,7 @@ def solve(question, solver, temperature=0.0, seed=0):
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
     ids = []
     for text in questions:
-        prompt = build_prompt(decoder.tokenizer, text, prompting.system_prompt, prompting.template_kwargs)
+        prompt = prompting.build(decoder.tokenizer, text)
         ids.append(decoder.tokenizer(prompt, add_special_tokens=False)["input_ids"])
     check_positions(decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
     answers = decoder.complete(ids, Sampling(limit, temperature=temperature), seed)

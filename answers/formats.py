@@ -1,4 +1,4 @@
-"""How answers are written: system prompt, delimiter that ends the reasoning, and how the answer is found in a text."""
+"""How answers are asked for, written, and found in a completion."""
 
 import re
 from collections.abc import Callable
@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 
 def completion_text(completion):
-    """The text of a completion: a string, or chat messages, of which the last one counts. None for anything else."""
+    """The text of a completion: a string, or chat messages, of which the last counts; None otherwise."""
     if isinstance(completion, list | tuple) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
         if isinstance(completion, list | tuple):  # content in parts, as multimodal chat templates have it
-            completion = "".join(
-                part["text"]
-                for part in completion
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-            )
+            texts = [part.get("text") for part in completion if isinstance(part, dict)]
+            completion = "".join(text for text in texts if isinstance(text, str))
     return completion if isinstance(completion, str) else None
 
 
@@ -25,16 +22,20 @@ def _last_answer_tag(text):
 
 
 def last_hash(text):
+    """The rest of the line after the last ####, or None."""
     _, marker, rest = text.rpartition("####")
     return re.match(r"[^\r\n]*", rest)[0].strip() or None if marker else None
 
 
-# `\\boxed` with a doubled backslash is still a box; any other escaped backslash or brace opens and closes nothing
+# `\\boxed` with a doubled backslash is still a box; other escaped backslashes and braces delimit nothing.
 BRACES = re.compile(r"\\(boxed|fbox)\s*\{|\\\\(?!boxed|fbox)|\\[{}]|([{}])")
 
 
 def _last_box(text):
-    r"""The last \boxed{} whose braces balance, else the last such \fbox{}; one pass, since "\boxed{" * 100,000 is a text too."""
+    r"""The last \boxed{} whose braces balance, else the last such \fbox{}.
+
+    One pass over the text, so that the time stays linear for "\boxed{" * 100,000.
+    """
     first = re.search(r"\\(?:boxed|fbox)", text)
     opened, last = [], {}
     for token in BRACES.finditer(text, first.start()) if first else ():
@@ -57,17 +58,17 @@ def _r1_answer(text):
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How answers are asked for, written and found. `think_end` is the text whose completion ends the reasoning (design.md, M3PO)."""
+    """How answers are asked for, written and found. `think_end` is the text that ends the reasoning."""
 
     name: str
     system_prompt: str
     think_end: str
-    tags: tuple[str, ...]  # each is worth 0.2 in format_reward
+    tags: tuple[str, ...]  # format_reward pays 0.2 for each
     template: str
     find: Callable[[str], str | None]
 
     def extract(self, text):
-        """The answer in a completion, trimmed, or None. A literal `...` is the prompt's placeholder, not an answer."""
+        """The answer in a completion, trimmed, or None. A literal `...` is the prompt's placeholder."""
         text = completion_text(text)
         answer = None if text is None else self.find(text)
         return None if answer == "..." else answer
@@ -77,42 +78,43 @@ class AnswerFormat:
         return self.template.format(reasoning=reasoning, answer=answer)
 
 
+STEP_BY_STEP = "Solve the problem step by step. "
 SYSTEM_PROMPT = (
     "Respond in the following format:\n\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
 )
+HASH_PROMPT = STEP_BY_STEP + (
+    "Finish with a line that holds #### and the final number, in this format:\n\n#### ...\n"
+)
+BOXED_PROMPT = STEP_BY_STEP + (
+    "Put the final answer into a box, in this format:\n\nThe answer is \\boxed{...}.\n"
+)
+R1_PROMPT = (
+    "Think first, then answer. Respond in the following format:\n\n"
+    "<think>\n...\n</think>\n<answer>\n...\n</answer>\n"
+)
 
+XML_TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+R1_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+XML_TEMPLATE = "<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n{answer}\n</answer>\n"
+R1_TEMPLATE = "<think>\n{reasoning}\n</think>\n<answer>\n{answer}\n</answer>"
+BOXED_TEMPLATE = "{reasoning}\nThe answer is \\boxed{{{answer}}}."
 
-R1_PROMPT = "Think first, then answer. Respond in the following format:\n\n<think>\n...\n</think>\n<answer>\n...\n</answer>\n"
-
-
-HASH_PROMPT = "Solve the problem step by step. Finish with a line that holds #### and the final number, in this format:\n\n#### ...\n"
-
-
-BOXED_PROMPT = "Solve the problem step by step. Put the final answer into a box, in this format:\n\nThe answer is \\boxed{...}.\n"
-
-
-ANSWER_BLOCK = "<answer>\n{answer}\n</answer>"
-
-
-ANSWER_FORMATS = {
-    made.name: made
-    for made in (
-        AnswerFormat("xml", SYSTEM_PROMPT, "</reasoning>", ("<reasoning>", "</reasoning>", "<answer>", "</answer>"),
-                     "<reasoning>\n{reasoning}\n</reasoning>\n" + ANSWER_BLOCK + "\n", _last_answer_tag),
-        AnswerFormat("hash", HASH_PROMPT, "####", ("####",), "{reasoning}\n#### {answer}", last_hash),
-        AnswerFormat("boxed", BOXED_PROMPT, "\\boxed{", ("\\boxed{",), "{reasoning}\nThe answer is \\boxed{{{answer}}}.", _last_box),
-        AnswerFormat("r1", R1_PROMPT, "</think>", ("<think>", "</think>", "<answer>", "</answer>"),
-                     "<think>\n{reasoning}\n</think>\n" + ANSWER_BLOCK, _r1_answer),
-    )
-}  # fmt: skip
+FORMATS = (
+    AnswerFormat("xml", SYSTEM_PROMPT, "</reasoning>", XML_TAGS, XML_TEMPLATE, _last_answer_tag),
+    AnswerFormat("hash", HASH_PROMPT, "####", ("####",), "{reasoning}\n#### {answer}", last_hash),
+    AnswerFormat("boxed", BOXED_PROMPT, "\\boxed{", ("\\boxed{",), BOXED_TEMPLATE, _last_box),
+    AnswerFormat("r1", R1_PROMPT, "</think>", R1_TAGS, R1_TEMPLATE, _r1_answer),
+)
+ANSWER_FORMATS = {made.name: made for made in FORMATS}
 
 
 def answer_format_named(name):
+    """The AnswerFormat of this name; raises ValueError for an unknown one."""
     if name not in ANSWER_FORMATS:
         raise ValueError(f"answer_format {name!r} is unknown: must be one of {', '.join(ANSWER_FORMATS)}")
     return ANSWER_FORMATS[name]
 
 
 def extract_answer(text, answer_format="xml"):
-    """The answer in a completion (a string or chat messages), or None; never "the last number in the text"."""
+    """The answer in a completion (a string or chat messages), or None; never just its last number."""
     return answer_format_named(answer_format).extract(text)

@@ -1,5 +1,8 @@
-"""Whether two MATH answers are the same object. math-verify decides single expressions in child processes that can be killed:
-it bounds its time by SIGALRM, in the main thread only, and one big power holds the interpreter for minutes whatever the thread."""
+"""Whether two MATH answers are the same object: by our own rules, and by math-verify for single expressions.
+
+math-verify works in child processes that can be killed: it bounds its time by SIGALRM, which only the main
+thread can use, and one big power holds the interpreter for minutes, whatever the thread.
+"""
 
 import contextlib
 import json
@@ -15,70 +18,108 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
-from answers.maths import DECIMAL, FACTOR, MIXED, PAIR, SCIENTIFIC, _is_readable, clean, same, structure
+from answers.maths import clean, same, structure
 from answers.numbers import parse_number
 
-LONGEST = 2000  # characters; nothing in MATH comes near it
+LONGEST = 2000  # characters; no answer in MATH comes near it
+PAIR = re.compile(r"[(\[][^()]*,[^()]*[)\]]")  # (1,234) has two members
+
+# What math-verify is asked about. Of other text it reads a part: of "41 \to \frac{1}{2}", "6:1", "x'" or
+# "41 \boxed{42}" one number or letter; 204_5 it reads as 204, and 2{3} as 5.
+READABLE = re.compile(r"(?:[\da-zA-Z+*/^_{}()\[\]|!,=<> -]|(?<=\d)\.|\.(?=\d)|\\[a-zA-Z]+)+")
+MISREAD = re.compile(r"[\d)}]_|\d\{|!!")
+COMMANDS = set(
+    "frac sqrt binom pi cdot times div pm mp infty circ log ln exp sum prod int lfloor rfloor lceil rceil "
+    "lvert rvert vert max min gcd mod overline bar sin cos tan cot sec csc arcsin arccos arctan arccot "
+    "arcsec arccsc sinh cosh tanh alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda "
+    "mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega "
+    "ell".split()
+)
+
+MIXED = re.compile(r"(?<![\w.}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
+DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
+FACTOR = re.compile(r"((?<![\w^_.])\d+(?:\.\d+)?|\)|\\binom\{[^{}]*\}\{[^{}]*\}) ?(?=\()")
+
+
+def is_readable(texts):
+    """Whether math-verify reads all of each text, and tells its letters apart: it takes A for a."""
+    commands = {name for text in texts for name in re.findall(r"\\([a-zA-Z]+)", text)}
+    letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", "".join(texts)))) | commands
+    if not commands <= COMMANDS or len({letter.lower() for letter in letters}) < len(letters):
+        return False
+    return all(
+        READABLE.fullmatch(text) and text.count("|") % 2 == 0 and not MISREAD.search(text) for text in texts
+    )
 
 
 def _sympy_text(text):
-    """What latex2sympy reads as it is meant: mixed numbers are sums, decimals exact; 2(3) is 6, where it reads 5."""
+    """What latex2sympy reads as it is meant: mixed numbers as sums, decimals exact, 2(3) with a dot."""
     text = FACTOR.sub(r"\1\\cdot ", MIXED.sub(r"(\1+\\frac{\2}{\3})", text))
     text = SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
     return DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
 
 
-def _decide(kind, left, right):
-    """In the child: math-verify's judgement of two expressions, and no rounding."""
+def _read(text):
+    """In the child: math-verify's reading of an expression, i as the imaginary unit; None if it has none."""
     import sympy
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse
 
-    def read(text):
-        found = parse(
-            rf"\boxed{{{_sympy_text(text)}}}",
-            [LatexExtractionConfig(boxed_match_priority=0)],
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
-        )
-        value = found[0] if found else None
-        return (
-            value.subs({s: sympy.I for s in value.free_symbols if s.name == "i"})
-            if isinstance(value, sympy.Expr)
-            else value
-        )
+    boxed = rf"\boxed{{{_sympy_text(text)}}}"
+    extraction = [LatexExtractionConfig(boxed_match_priority=0)]
+    readings = parse(boxed, extraction, fallback_mode="no_fallback", parsing_timeout=None)
+    value = readings[0] if readings else None
+    if not isinstance(value, sympy.Expr):
+        return value
+    return value.subs({symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"})
 
-    if (
-        kind != "value"
-    ):  # the same where one difference of the sides is a constant times the other, a positive one where order counts
-        sides = [[read(x) for x in pair] for pair in (left, right)]
-        if any(not isinstance(x, sympy.Expr) for pair in sides for x in pair):
-            return False
-        one, two = ((a - b) for a, b in sides)
-        if one.free_symbols != two.free_symbols or not one.free_symbols:
-            return False  # a statement about numbers is no value
-        ratio = sympy.simplify(one / two)
-        return bool(ratio.is_number and ratio.is_finite and (ratio > 0 if kind == "relation" else ratio != 0))
-    a, b = read(left), read(right)
-    if a is None or b is None:
+
+def _same_statements(kind, left, right):
+    """In the child: whether two equations or relations, given by their two sides, say the same.
+
+    They do where one difference of sides is a constant times the other; for a relation a positive constant.
+    """
+    import sympy
+
+    sides = [[_read(side) for side in pair] for pair in (left, right)]
+    if any(not isinstance(side, sympy.Expr) for pair in sides for side in pair):
         return False
+    one, two = (a - b for a, b in sides)
+    if one.free_symbols != two.free_symbols or not one.free_symbols:
+        return False  # a statement about numbers is no value
+    ratio = sympy.simplify(one / two)
+    return bool(ratio.is_number and ratio.is_finite and (ratio > 0 if kind == "relation" else ratio != 0))
+
+
+def _same_values(left, right):
+    """In the child: whether two expressions are equal; numbers to 45 digits, so that nothing is rounded."""
+    import sympy
+    from math_verify import verify
+
+    a, b = _read(left), _read(right)
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
     if a.free_symbols or b.free_symbols:
         return bool(verify(a, b, timeout_seconds=None))
-    apart = (a - b).doit()
-    if apart.is_Rational:
-        return apart == 0
+    difference = (a - b).doit()
+    if difference.is_Rational:
+        return difference == 0
     parts = [part for value in (a, b) for part in sympy.N(value, 60).as_real_imag()]
     if not all(part.is_Float or part.is_Integer for part in parts):
         return False  # infinite, or not a number after all
-    size = max(map(abs, parts))
-    return all(
-        bool(abs(x - y) <= size * sympy.Float("1e-45", 60)) for x, y in zip(parts[:2], parts[2:], strict=True)
-    )
+    tolerance = max(map(abs, parts)) * sympy.Float("1e-45", 60)
+    return all(bool(abs(x - y) <= tolerance) for x, y in zip(parts[:2], parts[2:], strict=True))
+
+
+def _decide(kind, left, right):
+    return _same_values(left, right) if kind == "value" else _same_statements(kind, left, right)
 
 
 def _serve():
-    """The child: one JSON line asked, one answered. The system kills it at its time, whatever holds the interpreter and whether its parent lives."""
+    """The child: one JSON line asked, one answered.
+
+    The system kills it when a question's time is up, whatever holds the interpreter, parent alive or not.
+    """
     import resource
 
     with contextlib.suppress(ValueError, OSError):
@@ -104,24 +145,27 @@ def _serve():
 
 
 class _Child:
+    """A child process, started when it is first asked."""
+
     def __init__(self):
         self.process = None
 
     def start(self):
-        command = [sys.executable, "-m", "answers.judge"]
-        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+        # -m looks in the working directory, unless PYTHONSAFEPATH is set. So the child works in the folder
+        # that holds this package (the project's root, or site-packages), whatever the caller's is.
         self.process = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=quiet,
+            [sys.executable, "-m", "answers.judge"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             cwd=Path(__file__).resolve().parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": ""},
         )
         if self._line(60.0) != b"ready\n":
             self.stop()
             raise RuntimeError(
-                "the grader of MATH answers does not start: is math-verify installed? pip install 'math-verify[antlr4-13-2]'"
+                "the grader of MATH answers does not start: is math-verify installed? "
+                "pip install 'math-verify[antlr4-13-2]'"
             )
 
     def stop(self):
@@ -131,14 +175,12 @@ class _Child:
             self.process = None
 
     def ask(self, timeout, question):
-        """True or False; None where it took too long. A child that died while it was idle is replaced, and asked again."""
+        """True or False; None where it took too long. A child that died while it was idle is replaced."""
         started = time.monotonic()
         answer = self._ask(timeout, question)
-        return (
-            self._ask(timeout, question)
-            if answer is None and time.monotonic() - started < timeout / 4
-            else answer
-        )
+        if answer is None and time.monotonic() - started < timeout / 4:
+            answer = self._ask(timeout, question)
+        return answer
 
     def _ask(self, timeout, question):
         if self.process is None or self.process.poll() is not None:
@@ -156,22 +198,26 @@ class _Child:
         return None
 
     def _line(self, seconds):
-        end, out, found = time.monotonic() + seconds, self.process.stdout, b""
-        while not found.endswith(b"\n"):
+        """The next line of the child's output; empty where it does not come in time."""
+        end = time.monotonic() + seconds
+        out = self.process.stdout
+        line = b""
+        while not line.endswith(b"\n"):
             ready, _, _ = select.select([out], [], [], max(0.0, end - time.monotonic()))
             piece = os.read(out.fileno(), 4096) if ready else b""
             if not piece:
                 return b""
-            found += piece
-        return found
+            line += piece
+        return line
 
 
 class _Pool:
-    """As many children as are asked at the same time, up to the number of cores; each belongs to one thread at a time."""
+    """A child for each core, started as needed; each is asked by one thread at a time."""
 
     def __init__(self):
-        self.owner, self.idle = os.getpid(), queue.LifoQueue()
+        self.owner = os.getpid()
         self.size = max(1, min(8, len(os.sched_getaffinity(0))))
+        self.idle = queue.LifoQueue()
         for _ in range(self.size):
             self.idle.put(_Child())
 
@@ -194,7 +240,7 @@ def _children():
 
 
 class _Undecided(Exception):
-    """Not in that time: another time it may be."""
+    """Not decided in time. It is raised, so that the cache does not keep it."""
 
 
 @lru_cache(maxsize=100_000)
@@ -205,15 +251,12 @@ def _asked(kind, left, right, timeout):
     return answer
 
 
-def _as_key(value):
-    return tuple(value) if isinstance(value, list) else value
-
-
 def math_equal(answer, reference, timeout=5.0):
-    """Whether two answers denote the same mathematical object, within about `timeout` seconds; what cannot be decided by then is not equal.
+    """Whether two answers denote the same mathematical object; False if undecided in about `timeout` seconds.
 
-    Both are texts as extracted. Spelling, spaces, units, degree and percent signs do not count; nothing is rounded; a comma list and \\{...\\} are sets,
-    (a,b) is ordered, kinds of brackets count; a statement such as 41=42 is not the value 42. From any thread.
+    Both are texts as extracted. Spelling, spaces, units, degree and percent signs do not count; nothing is
+    rounded; a comma list and \\{...\\} are sets, (a,b) is ordered, kinds of brackets count; a statement such
+    as 41=42 is not the value 42. From any thread.
     """
     if not isinstance(answer, str) or not isinstance(reference, str):
         return False
@@ -228,18 +271,14 @@ def math_equal(answer, reference, timeout=5.0):
     end = time.monotonic() + timeout
 
     def ask(kind, left, right):
-        left_over = end - time.monotonic()
-        texts = [
-            text for side in (left, right) for text in (side if isinstance(side, list | tuple) else [side])
-        ]
-        try:
-            return (
-                left_over > 0
-                and _is_readable(texts)
-                and _asked(
-                    kind, _as_key(left), _as_key(right), timeout if left_over > timeout / 2 else left_over
-                )
-            )
+        texts = [left, right] if kind == "value" else [*left, *right]
+        remaining = end - time.monotonic()
+        if remaining <= 0 or not is_readable(texts):
+            return False
+        if kind != "value":
+            left, right = tuple(left), tuple(right)  # hashable
+        try:  # the time is a part of the cache's key, so it is the whole timeout while half of it is left
+            return _asked(kind, left, right, timeout if remaining > timeout / 2 else remaining)
         except _Undecided:
             return False
 
@@ -250,15 +289,15 @@ def all_math_equal(answers, references, timeout=5.0, in_all=20.0):
     """math_equal of many pairs, side by side; pairs not decided `in_all` seconds from now are not equal."""
     end = time.monotonic() + in_all
 
-    def one(pair):
-        left = end - time.monotonic()
-        return left > 0 and math_equal(*pair, timeout=min(timeout, left))
+    def equal(pair):
+        remaining = end - time.monotonic()
+        return remaining > 0 and math_equal(*pair, timeout=min(timeout, remaining))
 
     pairs = list(zip(answers, references, strict=True))
     different = list(dict.fromkeys(pairs))
     with ThreadPoolExecutor(_children().size) as threads:
-        found = dict(zip(different, threads.map(one, different), strict=True))
-    return [found[pair] for pair in pairs]
+        verdicts = dict(zip(different, threads.map(equal, different), strict=True))
+    return [verdicts[pair] for pair in pairs]
 
 
 if __name__ == "__main__":

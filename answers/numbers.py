@@ -1,4 +1,4 @@
-"""Exact number reading. Model text is data: it is never evaluated, and every function takes time linear in its length."""
+"""Exact number reading: of texts, which are never evaluated, in time linear in their length."""
 
 import re
 import unicodedata
@@ -6,78 +6,50 @@ from fractions import Fraction
 
 from answers.formats import completion_text
 
-MAX_DIGITS = (
-    4300  # Python's own limit for int(); exponents have the same bound, so that 1e4000000 is never computed
-)
-
+# Python's own limit for int(). Exponents have the same bound, so that 1e4000000 is never computed.
+MAX_DIGITS = 4300
 
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-
-
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE]([+-]?[0-9]+))?"
-
-
 LITERAL = re.compile(rf"({INTEGER}) ?/ ?(-?{INTEGER})|{DECIMAL}")
-
-
 FIRST_TO_LAST_DIGIT = re.compile(r"\.?[0-9](?:.*[0-9])?", re.DOTALL)
-
-
 ALONE = re.compile(rf"(?:[+-]? ?\$? ?|\$ ?[+-])(?:{INTEGER} ?/ ?-?{INTEGER}|{DECIMAL})\.? ?%?\.?")
-
-
 IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])(-)\$?)?((?<![0-9./]){INTEGER}/{INTEGER}(?![0-9./])|{DECIMAL})")
 
-
 LETTER = r"[^\W\d_]"
-
-
 LONE_LETTER = rf"{LETTER}(?!{LETTER})"
-
-
 CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
-
-
 LATEX_SPACING = re.compile(
     r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\[,;: ()\[\]]"
 )
-
-
 EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 
-
-# Words that make another value of the number beside them. Scale words and open ends do so wherever they stand: "3 (in millions)", "3 eggs or more".
+# Words that make another value of the number beside them. Scales ("3 (in millions)") and open ends
+# ("3 eggs or more") do so wherever they stand, the others right before or right after the number.
 SCALE = re.compile(
-    r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆]",
+    r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?"
+    r"|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆]",
     re.IGNORECASE,
 )
-
-
 CHANGED_BEFORE = re.compile(
-    r"\b(?:minus|negative|not|(?:more|less|fewer|greater) than|(?:half|twice|double|triple|root)(?: of)?|sqrt|log|ln|exp|sin|cos|tan)\b\W*$",
+    r"\b(?:minus|negative|not|(?:more|less|fewer|greater) than"
+    r"|(?:half|twice|double|triple|root)(?: of)?|sqrt|log|ln|exp|sin|cos|tan)\b\W*$",
     re.IGNORECASE,
 )
-
-
 CHANGED_AFTER = re.compile(
-    r"\W*(?:and (?:an?|one) (?:half|quarter|third)|half|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s"
+    r"\W*(?:and (?:an?|one) (?:half|quarter|third)|half|halves"
+    r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s"
     r"|squared|cubed|factorial|pi|mil|mio|mln|mn|bln|bn|mrd)\b",
     re.IGNORECASE,
 )
-
-
-UNIT_LETTERS = (
-    "mgslLhdtcpVWANJCF"  # "5m" is five metres; any other lone letter is a variable, a constant or a scale
-)
-
-
+# "5m" is five metres; any other lone letter is a variable, a constant or a scale.
+UNIT_LETTERS = "mgslLhdtcpVWANJCF"
 OPERATOR_AFTER = re.compile(rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^\.\.|^ ?…|^[xX]{LETTER}")
-
-
 NOT_PUNCTUATION = set("_!*\\^·‰‱")
 
 
 def ascii_char(char):
+    """The ASCII twin of a character, where it has one."""
     if char.isspace():
         return " "
     if char.isdecimal():  # full-width, Arabic-Indic, Devanagari ...; superscripts are digits but not decimal
@@ -98,35 +70,40 @@ def plain_number_text(text):
 
 
 def _is_ignored(char):
-    """Letters, punctuation, spaces and pictures say nothing about a value; operators, superscripts and vulgar fractions do."""
-    if char in NOT_PUNCTUATION or unicodedata.decomposition(char).startswith(
-        ("<super>", "<sub>", "<fraction>")
-    ):
+    """Letters, punctuation, spaces and pictures leave a value alone; operators, superscripts, ½ do not."""
+    part_of_a_value = ("<super>", "<sub>", "<fraction>")
+    if char in NOT_PUNCTUATION or unicodedata.decomposition(char).startswith(part_of_a_value):
         return False
-    return (
-        char in " =$`" or unicodedata.category(char)[0] in "LPM" or unicodedata.category(char) in ("So", "Cf")
-    )
+    category = unicodedata.category(char)
+    return char in " =$`" or category[0] in "LPM" or category in ("So", "Cf")
 
 
 def _is_cased(char):
-    """Scripts without case (CJK, Arabic ...) write words and numbers without a space between; a cased letter makes `x2` of it."""
+    """Whether a letter beside a digit makes a name of the two, as in `x2`.
+
+    Scripts without case (CJK, Arabic ...) write words and numbers without a space between.
+    """
     return char.lower() != char.upper()
 
 
 def _sign(before):
-    """(sign, the text before it) for what stands before a number; None where that text is a part of the number or an operand."""
-    head, sign = before.rstrip(" $"), ""
+    """(sign, the text before it) of what stands before a number; None where that changes the value.
+
+    None for "--5", "2 - 5" with a word for the 2, "x-5" and "x -5"; but "a profit of -$5" has a sign.
+    """
+    head = before.rstrip(" $")
+    sign = ""
     gap = before[len(head) :]
     if head.endswith(("+", "-")):
-        sign, body = head[-1], head[:-1]
+        sign = head[-1]
+        body = head[:-1]
         head = body.rstrip(" $")
         is_letter = head[-1:].isalpha()
         is_operand = is_letter or head.endswith((")", "]", "}"))
-        is_glued, is_variable = body == head, is_letter and not head[-2:-1].isalpha()
+        is_glued = body == head
+        is_variable = is_letter and not head[-2:-1].isalpha()
         if head.endswith(("+", "-")) or (is_operand and (gap.startswith(" ") or is_glued or is_variable)):
-            return (
-                None  # "--5", "2 - 5" with a word for the 2, "x-5", "x -5"; but "a profit of -$5" is a sign
-            )
+            return None
     elif not gap and (_is_cased(head[-1:]) or head.endswith((".", ","))):
         return None
     unbracketed = head.rstrip("([{ $")
@@ -137,9 +114,8 @@ def _sign(before):
 
 def _is_unit(after, is_money):
     """Whether the text after a number leaves its value alone."""
-    word = re.match(
-        rf"([ {{]*)({LETTER}++)(?!['’]|\.\w)", after
-    )  # the o of "5 o'clock" and the a of "5 a.m." are not lone
+    # The o of "5 o'clock" and the a of "5 a.m." are not lone letters.
+    word = re.match(rf"([ {{]*)({LETTER}++)(?!['’]|\.\w)", after)
     if word and len(word[2]) == 1 and _is_cased(word[2]):
         is_article = word[1] and word[2] in "aAI"
         if not is_article and (is_money or word[2] not in UNIT_LETTERS):
@@ -149,39 +125,36 @@ def _is_unit(after, is_money):
 
 
 def parse_number(text):
-    """The one number that a text holds, exact, or None where it holds none, two or more, or something that makes another value of it.
+    """The one number that a text holds, exact; None where it holds none, several, or one that is changed.
 
-    Ignored: currency and percent signs, commas between groups of three, words and units, `x =`, one closing full stop, LaTeX spacing.
+    Ignored: currency and percent signs, commas between groups of three, words and units, `x =`, one closing
+    full stop, LaTeX spacing. Changed are "7 million", "x - 5" and "2^5".
     """
     plain = plain_number_text(text) if isinstance(text, str) else ""
-    found = FIRST_TO_LAST_DIGIT.search(plain)
-    literal = LITERAL.fullmatch(found[0]) if found else None
-    if literal is None or len(re.sub("[^0-9]", "", found[0])) > MAX_DIGITS:
+    span = FIRST_TO_LAST_DIGIT.search(plain)
+    literal = LITERAL.fullmatch(span[0]) if span else None
+    if literal is None or len(re.sub("[^0-9]", "", span[0])) > MAX_DIGITS:
         return None
-    before, after = plain[: found.start()], plain[found.end() :]
-    signed = _sign(before)
-    if signed is None or "/" in signed[1] or not all(map(_is_ignored, set(signed[1] + after))):
+    before, after = plain[: span.start()], plain[span.end() :]
+    sign, head = _sign(before) or (None, "")
+    if sign is None or "/" in head or not all(map(_is_ignored, set(head + after))):
         return None
-    if (
-        SCALE.search(before)
-        or SCALE.search(after)
-        or CHANGED_BEFORE.search(before[-40:])
-        or not _is_unit(after, "$" in before)
-    ):
+    if SCALE.search(before) or SCALE.search(after) or CHANGED_BEFORE.search(before[-40:]):
+        return None
+    if not _is_unit(after, "$" in before):
         return None
     numerator, denominator, exponent = (part and part.replace(",", "") for part in literal.groups())
     if (denominator and int(denominator) == 0) or (exponent and abs(int(exponent)) > MAX_DIGITS):
         return None
-    value = Fraction(int(numerator), int(denominator)) if denominator else Fraction(found[0].replace(",", ""))
-    return -value if signed[0] == "-" else value
+    value = Fraction(int(numerator), int(denominator)) if denominator else Fraction(span[0].replace(",", ""))
+    return -value if sign == "-" else value
 
 
 def last_number(text):
-    """The last number literal of a whole text (lm-evaluation-harness's flexible-extract); for evaluation, never for a reward."""
+    """The last number of a text (lm-evaluation-harness's flexible-extract), or None; never for a reward."""
     upto = re.match(r".*\d", completion_text(text) or "", re.DOTALL)
     if upto is None:
         return None
-    *_, last = IN_TEXT.finditer(
-        plain_number_text(upto[0][-3 * MAX_DIGITS :])
-    )  # what reaches further back has too many digits for a number
+    tail = upto[0][-3 * MAX_DIGITS :]  # what reaches further back has too many digits for a number
+    *_, last = IN_TEXT.finditer(plain_number_text(tail))
     return (last[1] or "") + last[2]

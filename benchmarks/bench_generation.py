@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
 from learning.models import load_model, load_tokenizer
-from problems.prompts import encode_prompts
+from problems.prompts import Prompting
 from problems.sources import load_problems
 from rewards import ANSWER_FORMATS
 
@@ -205,7 +205,7 @@ def lengths_case(name, decoder, prompts, G, emit):
 def gsm8k_case(name, folder, data, emit):
     tokenizer, xml = load_tokenizer(folder), ANSWER_FORMATS["xml"]
     model = load_model(folder, tokenizer, torch.bfloat16, torch.device("cuda")).eval()
-    asked, _ = encode_prompts(load_problems(data, "test"), tokenizer, xml.system_prompt, 512)
+    asked, _ = Prompting("xml", xml.system_prompt).encode(tokenizer, load_problems(data, "test"), 512)
     decoder = GroupDecoder(model, tokenizer)
     prompts, greedy = [p.ids for p in asked], Sampling(300)
     started = time.perf_counter()

@@ -20,7 +20,7 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from learning.log_probs import Scorer
 from learning.memory import micro_batches
 from learning.models import load_model, load_tokenizer
-from problems.prompts import encode_prompts
+from problems.prompts import Prompting
 from problems.sources import load_problems
 from rewards import ANSWER_FORMATS
 
@@ -38,9 +38,8 @@ def main():
     sampler = load_model(args.model, tokenizer, torch.bfloat16 if cuda else torch.float32, device).eval()
     policy = load_model(args.model, tokenizer, torch.float32, device)
     xml = ANSWER_FORMATS["xml"]
-    problems, _ = encode_prompts(
-        load_problems(args.data, "train", limit=8), tokenizer, xml.system_prompt, 512
-    )
+    prompting = Prompting("xml", xml.system_prompt)
+    problems, _ = prompting.encode(tokenizer, load_problems(args.data, "train", limit=8), 512)
     decoder = GroupDecoder(sampler, tokenizer, xml.think_end, Interaction(0.1, 0.1))
     uniforms = rollout_uniforms(0, 0, 0, len(problems) * G, args.length)
     out = decoder.rollout([p.ids for p in problems], Sampling(args.length, G, temperature=1.0), uniforms)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Problem:
-    """`solution` is a worked solution ending in a line `#### answer` (GSM8K's own form), or empty; `response` a text to learn as it stands, or empty.
+    """A question with its answer; what else the data says of it is empty where it says nothing.
 
-    `more`: the columns of the data that are none of these, as they came; reward functions get them.
+    `solution`: a worked solution ending in a line `#### answer`, as GSM8K has it; `response`: a text to learn
+    as it is; `more`: the data's other columns, which reward functions get.
     """
 
     question: str

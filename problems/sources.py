@@ -1,4 +1,4 @@
-"""Where problems come from: GSM8K, MATH, a file or a hub data set of the user's, the generated arithmetic task."""
+"""Where problems come from: GSM8K, MATH, a user's file or hub data set, the generated arithmetic task."""
 
 import csv
 import hashlib
@@ -10,53 +10,33 @@ import re
 from pathlib import Path
 
 from answers.formats import extract_answer
-from errors import DataError
+from errors import DataError, one_line
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
 
 HUB = {
     "gsm8k": {"": ("openai/gsm8k", "main")},
     "math": {"test": ("HuggingFaceH4/MATH-500", None), "": ("nlile/hendrycks-MATH-benchmark", None)},
-}
-
-
+}  # split, "" being every other: (name on the hub, configuration)
+ARITHMETIC_SIZES = {"train": 30000, "test": 500}
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
-
-QUESTION, ANSWER, SOLUTION = (
-    ("question", "problem", "prompt"),
-    ("answer", "final_answer", "target", "label"),
-    ("solution", "rationale", "response"),
-)
-
-
-EXTRA = {
-    "subject": "subject",
-    "type": "subject",
-    "level": "level",
-    "unique_id": "id",
-    "id": "id",
-}  # column: field
+QUESTION = ("question", "problem", "prompt")
+COLUMNS = {
+    "question": QUESTION,
+    "answer": ("answer", "final_answer", "target", "label"),
+    "solution": ("solution", "rationale", "response"),
+}  # the columns that are looked for, in this order, where none is named
+# column: field
+EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id": "id", "id": "id"}
 
 
-ARITHMETIC_SIZES = {"train": 30000, "test": 500}
-
-
-def load_problems(
-    dataset,
-    split="train",
-    *,
-    question_column=None,
-    answer_column=None,
-    solution_column=None,
-    limit=None,
-    seed=0,
-    responses=False,
-):
+def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, responses=False):
     """The problems of a split, in the order of the data; with `limit` the first of them.
 
-    dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with <split>.jsonl/.json/.csv/.parquet, or a hub id.
-    `responses`: a row may have a `response` to learn instead of an answer.
+    dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with
+    <split>.jsonl/.json/.csv/.parquet, or a hub id. `columns`: the names of question, answer, solution, where
+    they are not the usual ones. `responses`: a row may have a `response` to learn instead of an answer.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -64,25 +44,20 @@ def load_problems(
     if dataset == "arithmetic":
         if split not in ARITHMETIC_SIZES:
             raise DataError(f"arithmetic has no split {split!r}: there are train and test")
-        return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed)[:limit]
+        return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
     path = Path(dataset)
     if path.is_dir():
         path = _split_file(path, split)
     elif path.suffix not in SUFFIXES and path.exists():
         raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
-    elif path.suffix in SUFFIXES and not path.is_file():
-        raise DataError(
-            f"{path}: {'is not a file' if path.exists() else 'there is no such file'}"
-        )  # a pipe would be waited for
+    elif path.suffix in SUFFIXES and not path.is_file():  # a pipe would be waited for
+        raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
     rows = _file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
     rows = list(itertools.islice(rows, limit))
     if not rows:
         raise DataError(f"{path}: holds no rows")
-    columns = {"question": question_column, "answer": answer_column, "solution": solution_column}
-    return [
-        _problem(where, row, columns, f"{split}-{index}", responses)
-        for index, (where, row) in enumerate(rows)
-    ]
+    columns = columns or {}
+    return [_problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)]
 
 
 def _split_file(folder, split):
@@ -93,17 +68,9 @@ def _split_file(folder, split):
 
 
 def _file_rows(path):
-    """Pairs (where, row) of a file: the place is a line for .jsonl and .csv, a row else."""
+    """Pairs (where, row) of a file; `where` names the file and the line, or the row of .json and .parquet."""
     if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-            raise DataError(
-                f"{path}: cannot be read as a parquet file ({' '.join(str(error).split())[:120]})"
-            ) from error
-        return [(f"{path} row {i}", row) for i, row in enumerate(table, 1)]
+        return _parquet_rows(path)
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8-sig")
@@ -115,140 +82,145 @@ def _file_rows(path):
     if path.suffix == ".jsonl":
         lines = ((i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
         return [(f"{path} line {i}", _json(path, line, i)) for i, line in lines]
+    return _json_rows(path, text)
+
+
+def _parquet_rows(path):
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as a parquet file ({one_line(error, 120)})") from error
+    return [(f"{path} row {i}", row) for i, row in enumerate(table, 1)]
+
+
+def _json_rows(path, text):
     if not text.strip():
         return []
     whole = _json(path, text, 1)
-    lists = (
-        [whole]
-        if isinstance(whole, list)
-        else [v for v in whole.values() if isinstance(v, list)]
-        if isinstance(whole, dict)
-        else []
-    )
+    values = whole.values() if isinstance(whole, dict) else [whole]
+    lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 1:
         raise DataError(f"{path}: must hold a list of objects, or an object with one such list")
     return [(f"{path} row {i}", row) for i, row in enumerate(lists[0], 1)]
 
 
 def _csv_rows(path, text):
-    """Strict: an unclosed quote or a cell too many (a comma without quotes) would otherwise swallow rows or cut answers without a word."""
+    """Strict: an unclosed quote would swallow rows, a comma without quotes cut answers, silently."""
     csv.field_size_limit(1 << 30)
-    reader, rows = (
-        csv.DictReader(io.StringIO(text, newline=""), strict=True),
-        [],
-    )  # not splitlines(): it also cuts at U+2028 and the like
+    # newline="" and no splitlines(), which also cuts at U+2028 and the like.
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows = []
     try:
-        if repeated := sorted(
-            {name for name in reader.fieldnames or () if reader.fieldnames.count(name) > 1}
-        ):  # the last would win without a word
+        names = reader.fieldnames or ()
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:  # the last would win silently
             raise DataError(f"{path} line 1: has more than one column {repeated[0]!r}")
         for row in reader:
+            where = f"{path} line {reader.line_num}"
             if None in row:
-                raise DataError(
-                    f"{path} line {reader.line_num}: has more cells than the header; put text with commas into double quotes"
-                )
-            rows.append((f"{path} line {reader.line_num}", row))
-    except csv.Error as error:
-        raise DataError(
-            f"{path} line {reader.line_num + 1}: is not CSV ({error})"
-        ) from error  # where the row begins
+                remedy = "put text with commas into double quotes"
+                raise DataError(f"{where}: has more cells than the header; {remedy}")
+            rows.append((where, row))
+    except csv.Error as error:  # line_num is the line before the row
+        raise DataError(f"{path} line {reader.line_num + 1}: is not CSV ({error})") from error
     return rows
 
 
 def _json(path, text, first_line):
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise DataError(f"{path} line {first_line + error.lineno - 1}: is not JSON ({error.msg})") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # an integer of more than 4,300 digits; brackets within brackets without end; a key twice
+    except (ValueError, RecursionError) as error:  # more than 4,300 digits, endless brackets, a key twice
         raise DataError(f"{path} line {first_line}: cannot be read as JSON ({error})") from error
 
 
-def _once(pairs):
-    """A dict, unless a key is there twice: the last would win without a word."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError(
-            f"the key {next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))!r} is there twice"
-        )
+def _without_repeats(pairs):
+    """A dict, unless a key is there twice: the last would win silently."""
+    made = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"the key {key!r} is there twice")
+        made[key] = value
     return made
 
 
 def _hub_rows(dataset, split):
     import datasets
 
-    places = HUB.get(dataset, {"": (dataset, None)})
-    name, config = places.get(split, places[""])
+    by_split = HUB.get(dataset, {"": (dataset, None)})
+    name, config = by_split.get(split, by_split[""])
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())[:150]
         raise DataError(
-            f"data set {name!r}, split {split!r}, cannot be loaded: give a folder with {split}.jsonl or a file instead ({reason})"
+            f"data set {name!r}, split {split!r}, cannot be loaded: "
+            f"give a folder with {split}.jsonl or a file instead ({one_line(error, 150)})"
         ) from error
     return [(f"{name} row {i}", row) for i, row in enumerate(rows, 1)]
 
 
 def _problem(where, row, columns, default_id, responses):
+    """The problem of a row, or a DataError that says what is missing."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
-    text, used = {}, {"response", *EXTRA}
-    for name, usual in (("question", QUESTION), ("answer", ANSWER), ("solution", SOLUTION)):
-        named = columns[name]
-        if named is not None and named not in row:
-            raise DataError(
-                f"{where}: has no column {named!r} for the {name}; there are: {', '.join(map(str, row))}"
-            )
-        column = named or next((c for c in usual if c in row), None)
-        text[name] = _text(where, column, row[column]) if column is not None else ""
+    used = {"response", *EXTRA}
+    text = {}
+    for field in COLUMNS:
+        column = _column(where, row, field, columns.get(field))
+        text[field] = _text(where, row, column)
         used.add(column)
-    if "####" in text["answer"]:
-        text["solution"], text["answer"] = (
-            text["solution"] or text["answer"],
-            text["answer"].rpartition("####")[2],
-        )
-    elif not text["answer"]:
-        text["answer"] = (
-            extract_answer(text["solution"], "boxed") or extract_answer(text["solution"], "hash") or ""
-        )
-    response = (
-        _text(where, "response", row["response"])
-        if responses and "response" in row and columns["solution"] is None
-        else ""
-    )
-    if response:
-        text["answer"] = text["answer"] or next(
-            (a for name in ("xml", "boxed", "hash") if (a := extract_answer(response, name))), ""
-        )
-    answer = _without_commas(text["answer"].strip())
-    if not text["question"] or not (answer or response):
-        found = ", ".join(map(str, row))
+    question = text["question"]
+    answer, solution = _answer_and_solution(text["answer"], text["solution"])
+    response = ""
+    if responses and columns.get("solution") is None:
+        response = _text(where, row, "response")
+    if response and not answer:
+        read = (extract_answer(response, name) for name in ("xml", "boxed", "hash"))
+        answer = next(filter(None, read), "")
+    answer = _without_commas(answer.strip())
+    if not question or not (answer or response):
+        missing = "answer" if question else "question"
+        there = ", ".join(map(str, row))
         raise DataError(
-            f"{where}: has no {'answer' if text['question'] else 'question'} (columns: {found}); name it with a *_column setting or mend the row"
+            f"{where}: has no {missing} (columns: {there}); name it with a *_column setting or mend the row"
         )
-    extra = {name: _text(where, column, row[column]) for column, name in EXTRA.items() if column in row}
-    named = {"id": default_id, **{k: v for k, v in extra.items() if v}}
+    extra = {field: _text(where, row, column) for column, field in EXTRA.items() if column in row}
+    extra = {"id": default_id} | {field: value for field, value in extra.items() if value}
     more = {column: value for column, value in row.items() if column not in used}
-    return Problem(
-        text["question"], answer, _worked(text["solution"], answer), response=response, more=more, **named
-    )
+    return Problem(question, answer, _worked(solution, answer), response=response, more=more, **extra)
 
 
-def _text(where, column, value):
-    """A cell as trimmed text; None and NaN are empty."""
+def _column(where, row, field, named):
+    """The column of a field: the named one, else the first usual one that the row has, else None."""
+    if named is not None and named not in row:
+        there = ", ".join(map(str, row))
+        raise DataError(f"{where}: has no column {named!r} for the {field}; there are: {there}")
+    return named or next((column for column in COLUMNS[field] if column in row), None)
+
+
+def _text(where, row, column):
+    """A cell as trimmed text; empty where there is none, or None or NaN in it."""
+    value = row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text or a number")
     text = str(value).strip()
-    if not text.isascii() and any(
-        "\ud800" <= char <= "\udfff" for char in text
-    ):  # JSON can spell half a character, no tokenizer takes it
+    if re.search("[\ud800-\udfff]", text):  # JSON can spell half a character, which no tokenizer takes
         raise DataError(f"{where}: column {column!r} holds half of a surrogate pair, which is not text")
     return text
+
+
+def _answer_and_solution(answer, solution):
+    """GSM8K's answers are solutions ending in `#### answer`; MATH's are in the solution's last box."""
+    if "####" in answer:
+        return answer.rpartition("####")[2], solution or answer
+    if not answer:
+        answer = extract_answer(solution, "boxed") or extract_answer(solution, "hash") or ""
+    return answer, solution
 
 
 def _without_commas(answer):
@@ -264,21 +236,16 @@ def _worked(solution, answer):
 
 
 def split_held_out(problems, count):
-    """(train, held out): the problems with the smallest hashes of their questions, until `count` are held out, whatever their order.
+    """(train, held out): held out are the problems with the smallest hashes, whatever the problems' order.
 
-    A question that occurs twice is on one side only, so a few more than `count` may be held out.
+    A question (its hash counts) that occurs twice is on one side only, so there may be more than `count`.
     """
-    if count == 0:
-        return problems, []
     hashes = [hashlib.sha256(p.question.encode()).digest() for p in problems]
-    if count >= len(problems):
-        raise DataError(
-            f"{count} held-out problems leave none of {len(problems)} to train on: set eval_problems lower"
-        )
-    edge = sorted(hashes)[count - 1]
-    train = [p for p, h in zip(problems, hashes, strict=True) if h > edge]
+    chosen = set(sorted(hashes)[:count])
+    train = [p for p, h in zip(problems, hashes, strict=True) if h not in chosen]
+    held_out = [p for p, h in zip(problems, hashes, strict=True) if h in chosen]
     if not train:
         raise DataError(
             f"{count} held-out problems leave none of {len(problems)} to train on: set eval_problems lower"
         )
-    return train, [p for p, h in zip(problems, hashes, strict=True) if h <= edge]
+    return train, held_out

@@ -13,7 +13,7 @@ from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
 from errors import SettingError
-from problems.prompts import system_prompt, template_kwargs
+from problems.prompts import Prompting
 from rewards import GRADINGS
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
@@ -291,9 +291,7 @@ def check_prompting(config):
     check_one_of(config, "grading", GRADINGS)
     math_verify = "'math-verify[antlr4-13-2]'"
     needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
-    check_one_of(config, "answer_format", ANSWER_FORMATS)
-    template_kwargs(config)
-    system_prompt(config)
+    Prompting.of(config)
 
 
 def resolved(config):

@@ -24,12 +24,14 @@ from decoding.tokens import arithmetic_tokenizer
 from errors import DataError
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
-from problems.prompts import PLAIN_TEMPLATE, build_prompt, chat_eos_id, encode_prompts
+from problems.prompts import PLAIN_TEMPLATE, Prompting
 from problems.sources import load_problems, split_held_out
 from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
+PLAIN, WITH_SYSTEM = Prompting("xml", ""), Prompting("xml", "S")
+XML = Prompting("xml", SYSTEM_PROMPT)
 NATALIA = "She sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
 
 
@@ -41,9 +43,6 @@ def jsonl(path, *rows):
 @pytest.fixture(scope="module")
 def words():
     return arithmetic_tokenizer()
-
-
-# Files
 
 
 def test_a_gsm8k_answer_gives_the_last_number_without_commas_and_a_solution_without_calculator_notes(
@@ -109,15 +108,15 @@ def test_usual_column_names_are_found_and_named_ones_win(tmp_path):
     row = {"prompt": "P", "final_answer": "1", "rationale": "because", "mine": "M", "gold": 2, "why": "so"}
     path = jsonl(tmp_path / "a.jsonl", row)
     assert load_problems(path)[0] == Problem("P", "1", "because\n#### 1", id="train-0")
-    named = load_problems(path, question_column="mine", answer_column="gold", solution_column="why")
+    named = load_problems(path, columns={"question": "mine", "answer": "gold", "solution": "why"})
     assert named[0] == Problem("M", "2", "so\n#### 2", id="train-0")
 
 
-@pytest.mark.parametrize("setting", ["question_column", "answer_column", "solution_column"])
-def test_an_unknown_named_column_is_refused_with_the_columns_there_are(tmp_path, setting):
+@pytest.mark.parametrize("field", ["question", "answer", "solution"])
+def test_an_unknown_named_column_is_refused_with_the_columns_there_are(tmp_path, field):
     path = jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": "1"})
     with pytest.raises(DataError, match=r"a\.jsonl line 1: has no column 'nope' .*question, answer"):
-        load_problems(path, **{setting: "nope"})
+        load_problems(path, columns={field: "nope"})
 
 
 def test_all_four_kinds_of_file_give_the_same_problems(tmp_path):
@@ -292,9 +291,6 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
         load_problems(str(tmp_path / "gone.jsonl"))
 
 
-# The hub
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
@@ -307,10 +303,11 @@ def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monke
         raise ConnectionError("Couldn't reach\nthe hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        DataError,
-        match=r"'openai/gsm8k', split 'test', cannot be loaded: give a folder with test\.jsonl or a file.*reach the hub",
-    ):
+    message = (
+        r"'openai/gsm8k', split 'test', cannot be loaded: "
+        r"give a folder with test\.jsonl or a file.*reach the hub"
+    )
+    with pytest.raises(DataError, match=message):
         load_problems("gsm8k", "test")
 
 
@@ -362,9 +359,6 @@ def test_math500_loads_whole_with_its_levels():
     assert problems[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
 
 
-# The generated task
-
-
 def test_arithmetic_answers_are_what_the_question_asks_for():
     """Read independently of the generator: `more` stands in every adding question and in no other."""
     for split in ("train", "test"):
@@ -414,10 +408,12 @@ def test_asking_for_more_arithmetic_than_exists_or_for_an_unknown_split_is_refus
         load_problems("arithmetic", "dev")
 
 
-@pytest.mark.slow
 def test_arithmetic_is_the_same_in_another_process():
     """hash() of a text is another number in each process; the draw must not rest on it."""
-    program = "import data; [print(p.question, p.solution.split()) for p in data.arithmetic_problems('train', 20, seed=3)]"
+    program = (
+        "from problems.arithmetic import arithmetic_problems\n"
+        "for p in arithmetic_problems('train', 20, seed=3):\n    print(p.question, p.solution.split())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -432,7 +428,7 @@ def test_arithmetic_is_the_same_in_another_process():
 
 
 def test_the_word_tokenizer_gives_back_every_text_to_the_letter(words):
-    """Word-level decoding that puts a space inside 17 makes two numbers of it; `#` was once missing from the vocabulary."""
+    """Word-level decoding that puts a space inside 17 makes two numbers of it; `#` was once missing."""
     for p in load_problems("arithmetic", limit=500):
         reasoning, answer = p.solution.split("\n#### ")
         written = [ANSWER_FORMATS[name].write(reasoning, answer) for name in ("xml", "hash")]
@@ -440,7 +436,7 @@ def test_the_word_tokenizer_gives_back_every_text_to_the_letter(words):
             p.question,
             p.solution,
             *written,
-            build_prompt(words, p.question, SYSTEM_PROMPT, response=written[0]),
+            XML.build(words, p.question, response=written[0]),
         ):
             ids = words(text, add_special_tokens=False)["input_ids"]
             assert words.unk_token_id not in ids
@@ -450,9 +446,9 @@ def test_the_word_tokenizer_gives_back_every_text_to_the_letter(words):
 
 def test_the_word_tokenizer_is_small_and_has_one_token_a_word_tag_or_digit(words):
     assert 80 <= len(words) <= 150
-    assert words.convert_ids_to_tokens(words("<reasoning>\nAnn has 17 pens.</reasoning>", add_special_tokens=False)["input_ids"]) == [
-        "<reasoning>", "\n", "Ann", " has", " ", "1", "7", " pens", ".", "</reasoning>",
-    ]  # fmt: skip
+    ids = words("<reasoning>\nAnn has 17 pens.</reasoning>", add_special_tokens=False)["input_ids"]
+    pieces = ["<reasoning>", "\n", "Ann", " has", " ", "1", "7", " pens", ".", "</reasoning>"]
+    assert words.convert_ids_to_tokens(ids) == pieces
     assert (words.pad_token, words.eos_token, words.unk_token, words.padding_side) == (
         "<|pad|>",
         "<|eos|>",
@@ -474,27 +470,17 @@ def test_the_word_tokenizer_survives_saving_and_loading(words, tmp_path):
         words.pad_token_id,
         len(words),
     )
+    solution = "<reasoning>\n12 + 5 = 17\n</reasoning>\n<answer>\n17\n</answer>\n"
     for p in load_problems("arithmetic", limit=50):
-        text = build_prompt(
-            loaded,
-            p.question,
-            SYSTEM_PROMPT,
-            response="<reasoning>\n12 + 5 = 17\n</reasoning>\n<answer>\n17\n</answer>\n",
-        )
+        text = XML.build(loaded, p.question, response=solution)
         ids = loaded(text, add_special_tokens=False)["input_ids"]
         assert ids == words(text, add_special_tokens=False)["input_ids"]
         assert loaded.decode(ids) == text
 
 
 def test_the_word_tokenizers_template_leaves_the_system_message_out(words):
-    assert build_prompt(words, "How many?", SYSTEM_PROMPT) == "<|user|>How many?<|assistant|>"
-    assert (
-        build_prompt(words, "How many?", SYSTEM_PROMPT, response="17")
-        == "<|user|>How many?<|assistant|>17<|eos|>"
-    )
-
-
-# Prompts
+    assert XML.build(words, "How many?") == "<|user|>How many?<|assistant|>"
+    assert XML.build(words, "How many?", response="17") == "<|user|>How many?<|assistant|>17<|eos|>"
 
 
 def copy_of(tokenizer, template):
@@ -508,25 +494,27 @@ def copy_of(tokenizer, template):
 def test_the_prompt_is_the_chat_templates_and_an_empty_system_prompt_is_left_out(tokenizer):
     user = "<|im_start|>user\nQ<|im_end|>\n"
     assert (
-        build_prompt(tokenizer, "Q", "S") == f"<|im_start|>system\nS<|im_end|>\n{user}<|im_start|>assistant\n"
+        WITH_SYSTEM.build(tokenizer, "Q") == f"<|im_start|>system\nS<|im_end|>\n{user}<|im_start|>assistant\n"
     )
-    assert build_prompt(tokenizer, "Q", "") == f"{user}<|im_start|>assistant\n"
-    assert build_prompt(tokenizer, "Q", "", response="A") == f"{user}<|im_start|>assistant\nA<|im_end|>\n"
+    assert PLAIN.build(tokenizer, "Q") == f"{user}<|im_start|>assistant\n"
+    assert PLAIN.build(tokenizer, "Q", response="A") == f"{user}<|im_start|>assistant\nA<|im_end|>\n"
 
 
 def test_a_prompt_with_a_response_goes_on_from_the_prompt_without_one(tokenizer):
-    assert build_prompt(tokenizer, "Q", "S", response="A").startswith(build_prompt(tokenizer, "Q", "S") + "A")
+    assert WITH_SYSTEM.build(tokenizer, "Q", response="A").startswith(WITH_SYSTEM.build(tokenizer, "Q") + "A")
 
 
 def test_template_settings_reach_the_template(tokenizer):
     thinking = copy_of(tokenizer, "{{ messages[-1]['content'] }}{% if enable_thinking %}<think>{% endif %}")
-    assert build_prompt(thinking, "Q", "", {"enable_thinking": True}) == "Q<think>"
-    assert build_prompt(thinking, "Q", "", {"enable_thinking": False}) == "Q"
+    assert Prompting("xml", "", {"enable_thinking": True}).build(thinking, "Q") == "Q<think>"
+    assert Prompting("xml", "", {"enable_thinking": False}).build(thinking, "Q") == "Q"
 
 
 REFUSES_SYSTEM = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
 
 
@@ -535,13 +523,13 @@ def test_template_settings_that_do_not_go_together_are_one_line(tokenizer):
         DataError,
         match="cannot be filled in: continue_final_message and add_generation_prompt are not compatible",
     ):
-        build_prompt(tokenizer, "Q", "S", {"continue_final_message": True})
+        Prompting("xml", "S", {"continue_final_message": True}).build(tokenizer, "Q")
 
 
 def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_question(tokenizer):
     gemma = copy_of(tokenizer, REFUSES_SYSTEM)
-    assert build_prompt(gemma, "Q", "S") == "<|im_start|>user\nS\n\nQ<|im_end|>\n<|im_start|>model\n"
-    assert build_prompt(gemma, "Q", "") == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n"
+    assert WITH_SYSTEM.build(gemma, "Q") == "<|im_start|>user\nS\n\nQ<|im_end|>\n<|im_start|>model\n"
+    assert PLAIN.build(gemma, "Q") == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n"
 
 
 @pytest.mark.parametrize(
@@ -549,32 +537,32 @@ def test_where_the_template_refuses_a_system_message_its_text_stands_before_the_
 )
 def test_a_template_that_cannot_be_filled_in_is_one_line(tokenizer, template):
     with pytest.raises(DataError, match=r"^the chat template of .* cannot be filled in: ") as error:
-        build_prompt(copy_of(tokenizer, template), "Q", "S")
+        WITH_SYSTEM.build(copy_of(tokenizer, template), "Q")
     assert "\n" not in str(error.value)
 
 
 def test_a_template_that_leaves_the_question_out_is_refused(tokenizer):
     deaf = copy_of(tokenizer, "{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}")
     with pytest.raises(DataError, match="leaves the question out"):
-        encode_prompts([Problem("How many pens?", "1"), Problem("How many cups?", "2")], deaf, "S", 64)
-    assert len(encode_prompts([Problem("How many pens?", "1")] * 2, deaf, "S", 64)[0]) == 2
+        WITH_SYSTEM.encode(deaf, [Problem("How many pens?", "1"), Problem("How many cups?", "2")], 64)
+    assert len(WITH_SYSTEM.encode(deaf, [Problem("How many pens?", "1")] * 2, 64)[0]) == 2
 
 
 def test_a_tokenizer_without_a_chat_template_gets_the_plain_one_and_one_warning(tokenizer):
     bare = copy_of(tokenizer, None)
     with pytest.warns(UserWarning, match="no chat template"):
-        assert build_prompt(bare, "Q", "S") == "S\n\nQuestion: Q\nAnswer: "
+        assert WITH_SYSTEM.build(bare, "Q") == "S\n\nQuestion: Q\nAnswer: "
     assert bare.chat_template == PLAIN_TEMPLATE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert build_prompt(bare, "Q", "S", response="A") == "S\n\nQuestion: Q\nAnswer: A<|im_end|>\n"
-    assert chat_eos_id(bare) == bare.eos_token_id
+        assert WITH_SYSTEM.build(bare, "Q", response="A") == "S\n\nQuestion: Q\nAnswer: A<|im_end|>\n"
+    assert PLAIN.eos_id(bare) == bare.eos_token_id
 
 
 def test_the_eos_to_train_is_the_one_the_template_writes_not_the_tokenizers(tokenizer):
-    """Two EOS ids are usual; Gemma's <end_of_turn> is special without being among the named special tokens."""
+    """Two EOS ids are usual; Gemma's <end_of_turn> is special without being a named special token."""
     end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    assert chat_eos_id(tokenizer) == end
+    assert PLAIN.eos_id(tokenizer) == end
     for template, expected in (
         ("{% for m in messages %}{{ m['content'] }} <|endoftext|>{% endfor %}", other),
         (
@@ -583,43 +571,40 @@ def test_the_eos_to_train_is_the_one_the_template_writes_not_the_tokenizers(toke
         ),
         ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", end),  # writes none: the tokenizer's
     ):
-        assert chat_eos_id(copy_of(tokenizer, template)) == expected
+        assert PLAIN.eos_id(copy_of(tokenizer, template)) == expected
     gemma = copy_of(tokenizer, "{% for m in messages %}{{ m['content'] }}<end_of_turn>\n{% endfor %}")
     gemma.add_tokens([AddedToken("<end_of_turn>", special=True)])
-    assert chat_eos_id(gemma) == gemma.convert_tokens_to_ids("<end_of_turn>")
+    assert PLAIN.eos_id(gemma) == gemma.convert_tokens_to_ids("<end_of_turn>")
 
 
 def test_a_prompt_that_is_too_long_is_skipped_and_counted_and_none_is_cut(tokenizer):
     """TRL#3569: cutting at the token limit cuts off the question or <|im_start|>."""
     problems = [Problem("Q", "1"), Problem("pens " * 5000, "2"), Problem("R", "3")]
-    kept, skipped = encode_prompts(problems, tokenizer, "S", 100)
+    kept, skipped = WITH_SYSTEM.encode(tokenizer, problems, 100)
     assert [e.problem.answer for e in kept] == ["1", "3"]
     assert skipped == 1
     for e in kept:
-        assert tokenizer.decode(e.ids) == e.prompt == build_prompt(tokenizer, e.problem.question, "S")
+        assert tokenizer.decode(e.ids) == e.prompt == WITH_SYSTEM.build(tokenizer, e.problem.question)
 
 
 def test_the_longest_prompt_allowed_is_kept_and_all_too_long_is_an_error_that_says_what_would_do(tokenizer):
-    length = len(tokenizer(build_prompt(tokenizer, "Q", "S"))["input_ids"])
-    assert len(encode_prompts([Problem("Q", "1")], tokenizer, "S", length)[0]) == 1
+    length = len(tokenizer(WITH_SYSTEM.build(tokenizer, "Q"))["input_ids"])
+    assert len(WITH_SYSTEM.encode(tokenizer, [Problem("Q", "1")], length)[0]) == 1
     with pytest.raises(DataError, match=f"max_prompt_length={length - 1}: the shortest has {length} tokens"):
-        encode_prompts([Problem("Q and more", "1"), Problem("Q", "1")], tokenizer, "S", length - 1)
+        WITH_SYSTEM.encode(tokenizer, [Problem("Q and more", "1"), Problem("Q", "1")], length - 1)
 
 
 def test_the_tokenizer_adds_no_second_bos_to_the_templates(words):
-    """Llama's template writes a BOS and its tokenizer adds another; `add_special_tokens=False` keeps the template's only."""
+    """Llama's template writes a BOS and its tokenizer would add another, but for add_special_tokens=False."""
     adds_bos = arithmetic_tokenizer()
     adds_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|pad|> $A", special_tokens=[("<|pad|>", words.pad_token_id)]
     )
     assert adds_bos("17")["input_ids"][0] == words.pad_token_id
     assert (
-        encode_prompts([Problem("17", "1")], adds_bos, "", 9)[0][0].ids
+        PLAIN.encode(adds_bos, [Problem("17", "1")], 9)[0][0].ids
         == words("<|user|>17<|assistant|>")["input_ids"]
     )
-
-
-# Padding, and the cut
 
 
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():

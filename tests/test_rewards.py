@@ -1,10 +1,9 @@
-"""Extraction, number reading and rewards, on cases worked by hand; a shared file of graded completions is checked too where it is there."""
+"""Extraction, number reading and rewards on cases worked by hand, and on shared graded completions."""
 
 import json
 import math
 import random
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,34 +41,41 @@ from rewards import (
     xml_share_reward,
     xmlcount_reward,
 )
+from small_growth import growth
 from small_models import paid
 
 GRADED = Path(__file__).parents[2] / "shared" / "cases" / "grading.jsonl"
 
 NUMBERS = {
-    "17": "17", "-3": "-3", "+8": "8", "007": "7", "-0": "0", "12.50": "25/2", "12.": "12", ".25": "1/4", "-.5": "-1/2", "8.0.": "8",
-    "2,500": "2500", "-12,345,678.5": "-24691357/2", "75%": "75", "75 %": "75", "75\\%": "75", "75 percent": "75",
-    "$18": "18", "\\$18": "18", "€7.50": "15/2", "£9": "9", "¥300": "300", "₹1,000": "1000", "US$4": "4", "9 €": "9", "$ 5": "5",
-    "-$6": "-6", "$-6": "-6", "- 6": "-6", "a loss of -$6.": "-6", "−6": "-6", "x = −6": "-6", "x=-6": "-6", "–6": "-6", "－６": "-6",
-    "(6)": "6", "**19**": "19", "*19*": "19", "`19`": "19", "$19$": "19", "\\(19\\)": "19", "\\boxed{19}": "19", '"19"': "19",
-    "２７": "27", "１，２００．５": "2401/2", "٢٧": "27", "٣٫٥": "7/2", "२७": "27", "𝟐𝟕": "27",
-    "4e3": "4000", "4E+3": "4000", "25e-1": "5/2", "3/8": "3/8", "-6/8": "-3/4", "6/-8": "-3/4", "3 / 8 cup": "3/8", "1,000/8": "125",
-    "19 eggs": "19", "19kg": "19", "19cm": "19", "19m": "19", "19°": "19", "19^\\circ": "19", "-5°C": "-5", "60 km/h": "60", "$4/hour": "4",
-    "19\\text{ cm}": "19", "19\\,\\mathrm{m}": "19", "10,\\!000": "10000", "10{,}000": "10000", "there are 19 eggs left.": "19", "n = 19": "19",
-    "答案是19": "19", "19个": "19", "\n\t19 \u00a0": "19", "19 (nineteen)": "19", "5 o'clock": "5", "19 a day": "19", "the 5th": "5", "*19* pens": "19",
+    "17": "17", "-3": "-3", "+8": "8", "007": "7", "-0": "0", "12.50": "25/2", "12.": "12", ".25": "1/4",
+    "-.5": "-1/2", "8.0.": "8", "2,500": "2500", "-12,345,678.5": "-24691357/2", "75%": "75", "75 %": "75",
+    "75\\%": "75", "75 percent": "75", "$18": "18", "\\$18": "18", "€7.50": "15/2", "£9": "9", "¥300": "300",
+    "₹1,000": "1000", "US$4": "4", "9 €": "9", "$ 5": "5", "-$6": "-6", "$-6": "-6", "- 6": "-6",
+    "a loss of -$6.": "-6", "−6": "-6", "x = −6": "-6", "x=-6": "-6", "–6": "-6", "－６": "-6", "(6)": "6",
+    "**19**": "19", "*19*": "19", "`19`": "19", "$19$": "19", "\\(19\\)": "19", "\\boxed{19}": "19",
+    '"19"': "19", "２７": "27", "１，２００．５": "2401/2", "٢٧": "27", "٣٫٥": "7/2", "२७": "27", "𝟐𝟕": "27",
+    "4e3": "4000", "4E+3": "4000", "25e-1": "5/2", "3/8": "3/8", "-6/8": "-3/4", "6/-8": "-3/4",
+    "3 / 8 cup": "3/8", "1,000/8": "125", "19 eggs": "19", "19kg": "19", "19cm": "19", "19m": "19",
+    "19°": "19", "19^\\circ": "19", "-5°C": "-5", "60 km/h": "60", "$4/hour": "4", "19\\text{ cm}": "19",
+    "19\\,\\mathrm{m}": "19", "10,\\!000": "10000", "10{,}000": "10000", "there are 19 eggs left.": "19",
+    "n = 19": "19", "答案是19": "19", "19个": "19", "\n\t19 \u00a0": "19", "19 (nineteen)": "19",
+    "5 o'clock": "5", "19 a day": "19", "the 5th": "5", "*19* pens": "19",
 }  # fmt: skip
 NOT_NUMBERS = (
-    "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²", "5⁻", "½", "3½", "Ⅳ", "①", "∞",
-    "12-5", "12 - 5", "12–5", "6 or 7", "6 and 7", "6, 7", "6/7/8", "6.7.8", "6:30", "6 to 7", "1.234,5", "1,23", "12,34,567", "1,2345", "1234,567",
-    "1,,234", "0,5", ",5", "..5", "...5", "1 234", "1'000", "2 3/4", "0.5/2", "1/0", "0/0", "1/2.5", "7=8", "(1,2)", "\\{5\\}",
-    "7 million", "7million", "7 (in millions)", "$7M", "$7m", "7k", "7K", "7 thousand", "7 hundred", "7 dozen eggs", "7 billion", "7bn", "7 lakh", "7万",
-    "7 or more", "7 eggs or more", "7 or less", "more than 7", "less than 7 eggs", "greater than $7", "7 and a half", "7 tenths", "7 sevenths",
-    "7 squared", "minus 7", "negative 7", "not 7", "half of 7", "twice 7", "7!", "2^5", "2^n", "2ⁿ", "√9", "3*9", "2*3*4", "x*42*",
-    "3+9", "3×9",
-    "x·9", "9·x", "x2", "H2O", "0x1F", "0xF", "2x", "2 x", "3i", "3e", "10\\pi", "10π", "10\\sqrt{3}", "\\sqrt2", "\\frac12", "\\frac{1}{2}", "\\dfrac34",
-    "f(5)", "x-5", "x - 5", "x -5", "x + 5", "5 + x", "5-x", "5/x", "x/5", "--5", "+-5", "±5", "-(5)", "-(-5)", "-{5}", "- ($5)", "-\\left(5\\right)",
-    "> 5", "x ≥ 5", "≠ 5", "|5|", "5‰", "0.333...", "0.3̅", "0.3…",
-    "1e2e3", "1e99999", "1e-99999", "1e4000000", "9" * 4301, "0." + "3" * 5000, "1e" + "0" * 5000, "9^{9^9}", "__import__('os').system('7')",
+    "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²",
+    "5⁻", "½", "3½", "Ⅳ", "①", "∞", "12-5", "12 - 5", "12–5", "6 or 7", "6 and 7", "6, 7", "6/7/8", "6.7.8",
+    "6:30", "6 to 7", "1.234,5", "1,23", "12,34,567", "1,2345", "1234,567", "1,,234", "0,5", ",5", "..5",
+    "...5", "1 234", "1'000", "2 3/4", "0.5/2", "1/0", "0/0", "1/2.5", "7=8", "(1,2)", "\\{5\\}", "7 million",
+    "7million", "7 (in millions)", "$7M", "$7m", "7k", "7K", "7 thousand", "7 hundred", "7 dozen eggs",
+    "7 billion", "7bn", "7 lakh", "7万", "7 or more", "7 eggs or more", "7 or less", "more than 7",
+    "less than 7 eggs", "greater than $7", "7 and a half", "7 tenths", "7 sevenths", "7 squared", "minus 7",
+    "negative 7", "not 7", "half of 7", "twice 7", "7!", "2^5", "2^n", "2ⁿ", "√9", "3*9", "2*3*4", "x*42*",
+    "3+9", "3×9", "x·9", "9·x", "x2", "H2O", "0x1F", "0xF", "2x", "2 x", "3i", "3e", "10\\pi", "10π",
+    "10\\sqrt{3}", "\\sqrt2", "\\frac12", "\\frac{1}{2}", "\\dfrac34", "f(5)", "x-5", "x - 5", "x -5",
+    "x + 5", "5 + x", "5-x", "5/x", "x/5", "--5", "+-5", "±5", "-(5)", "-(-5)", "-{5}", "- ($5)",
+    "-\\left(5\\right)", "> 5", "x ≥ 5", "≠ 5", "|5|", "5‰", "0.333...", "0.3̅", "0.3…", "1e2e3", "1e99999",
+    "1e-99999", "1e4000000", "9" * 4301, "0." + "3" * 5000, "1e" + "0" * 5000, "9^{9^9}",
+    "__import__('os').system('7')",
 )  # fmt: skip
 
 
@@ -219,11 +225,14 @@ def test_an_unknown_format_is_refused_with_the_valid_ones():
 
 
 CORRECTNESS = [
-    ("7", "7", 2.0), ("  7 ", " 7\n", 2.0), ("7.0", "7", 1.5), ("7 eggs", "7", 1.5), ("$7", "7.00", 1.5), ("7%", "7", 1.5), ("1/4", "0.25", 1.5),
-    ("３", "3", 1.5), ("1,200", "1200", 1.5), ("7", 7, 2.0), ("7", 7.0, 1.5), ("7.0", 7.0, 2.0), ("8", "7", 0.0), ("", "", 0.0), ("", "7", 0.0),
-    ("7", "", 0.0), ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", float("nan"), 0.0), ("7 or 8", "8", 0.0), ("17", "7", 0.0),
-    ("north", "north", 2.0), ("North", "north", 0.0), ("seven", "7", 0.0), ("(2,4)", "(2,4)", 2.0), ("10", "10\\sqrt{3}", 0.0), ("10", "10\\pi", 0.0),
-    ("33.3", "\\frac{100}{3}", 0.0), ("3 million", "3", 0.0), ("6=7", "7", 0.0), ("0.1", "0.10000000000000001", 0.0), ("1e400", "1e401", 0.0),
+    ("7", "7", 2.0), ("  7 ", " 7\n", 2.0), ("7.0", "7", 1.5), ("7 eggs", "7", 1.5), ("$7", "7.00", 1.5),
+    ("7%", "7", 1.5), ("1/4", "0.25", 1.5), ("３", "3", 1.5), ("1,200", "1200", 1.5), ("7", 7, 2.0),
+    ("7", 7.0, 1.5), ("7.0", 7.0, 2.0), ("8", "7", 0.0), ("", "", 0.0), ("", "7", 0.0), ("7", "", 0.0),
+    ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", float("nan"), 0.0), ("7 or 8", "8", 0.0),
+    ("17", "7", 0.0), ("north", "north", 2.0), ("North", "north", 0.0), ("seven", "7", 0.0),
+    ("(2,4)", "(2,4)", 2.0), ("10", "10\\sqrt{3}", 0.0), ("10", "10\\pi", 0.0),
+    ("33.3", "\\frac{100}{3}", 0.0), ("3 million", "3", 0.0), ("6=7", "7", 0.0),
+    ("0.1", "0.10000000000000001", 0.0), ("1e400", "1e401", 0.0),
 ]  # fmt: skip
 
 
@@ -257,11 +266,13 @@ def test_the_format_reward_is_0_2_a_tag_however_often_it_stands_there():
 
 
 HASH = [
-    ("#### 7", "7", 1.0), ("so\n####7", "7", 1.0), ("#### $1,200.", "1200", 1.0), ("#### -$3", "-3", 1.0), ("#### $-3", "-3", 1.0),
-    ("#### −3", "-3", 1.0), ("#### 7%", "7", 1.0), ("#### 7.0", "7", 1.0), ("#### 1/2", "0.5", 1.0), ("#### 7 \nbye 8", "7", 1.0),
-    ("#### 7", "7 eggs", 1.0), ("#### 8", "7", 0.0), ("#### 7\n#### 7", "7", 0.0), ("#### 7 eggs", "7", 0.0), ("#### x = 7", "7", 0.0),
-    ("#### seven", "7", 0.0), ("#### **7**", "7", 0.0), ("#### \\boxed{7}", "7", 0.0), ("#### ", "7", 0.0), ("####\n7", "7", 0.0), ("7", "7", 0.0),
-    ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0), ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
+    ("#### 7", "7", 1.0), ("so\n####7", "7", 1.0), ("#### $1,200.", "1200", 1.0), ("#### -$3", "-3", 1.0),
+    ("#### $-3", "-3", 1.0), ("#### −3", "-3", 1.0), ("#### 7%", "7", 1.0), ("#### 7.0", "7", 1.0),
+    ("#### 1/2", "0.5", 1.0), ("#### 7 \nbye 8", "7", 1.0), ("#### 7", "7 eggs", 1.0), ("#### 8", "7", 0.0),
+    ("#### 7\n#### 7", "7", 0.0), ("#### 7 eggs", "7", 0.0), ("#### x = 7", "7", 0.0),
+    ("#### seven", "7", 0.0), ("#### **7**", "7", 0.0), ("#### \\boxed{7}", "7", 0.0), ("#### ", "7", 0.0),
+    ("####\n7", "7", 0.0), ("7", "7", 0.0), ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0),
+    ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
 ]  # fmt: skip
 
 
@@ -279,53 +290,67 @@ def test_references_that_do_not_match_the_completions_are_refused(reward, answer
         reward(prompts=None, completions=["#### 7", "<answer>7</answer>"], answer=answer)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("6*7 = 42.", "42"), ("It costs $1,234.50!", "1,234.50"), ("12-5", "5"), ("from 3 to -$5", "-5"), ("a −5 b", "-5"), ("It is 1/2.", "1/2"),
-        ("on 1/2/2024", "2024"), ("x2", "2"), ("3e2 or so", "3e2"), ("1.2.3", "3"), ("5 or ６", "6"), ("12,34", "34"), ("five", None), ("", None),
-    ],
-)  # fmt: skip
+LAST_NUMBERS = {
+    "6*7 = 42.": "42", "It costs $1,234.50!": "1,234.50", "12-5": "5", "from 3 to -$5": "-5", "a −5 b": "-5",
+    "It is 1/2.": "1/2", "on 1/2/2024": "2024", "x2": "2", "3e2 or so": "3e2", "1.2.3": "3", "5 or ６": "6",
+    "12,34": "34", "five": None, "": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), LAST_NUMBERS.items())
 def test_the_last_number_of_a_text_is_found_for_the_evaluation(text, expected):
     assert last_number(text) == expected
 
 
+SMALL = 10_000
 HOSTILE = {
-    "opening tags": "<reasoning>" * 200_000, "answer tags": "<answer>" * 200_000, "closing tags": "</answer>" * 200_000, "boxes": "\\boxed{" * 100_000,
-    "markers": "#### 1\n" * 100_000, "braces": "\\boxed{" + "{}" * 200_000, "digits": "7" * 10**6, "wide digits": "７" * 10**6, "spaces": " " * 10**6 + "7",
-    "newlines": "7" + "\n" * 10**6, "commas": "," * 10**6 + "7", "dots": "7" + "." * 10**6, "minus signs": "-" * 10**6 + "7", "letters": "a" * 10**6 + " 7",
-    "units": "7 " + "b" * 10**6, "underscores": "_" * 10**6, "backslashes": "7" + "\\" * 10**6, "text": "\\text{" * 150_000, "dollars": "$" * 10**6 + "7",
-    "commas and digits": "1," * 500_000, "groups": "1" + ",111" * 250_000 + "1", "slashes": "1/" * 500_000, "two long": "5" * 500_000 + " " + "5" * 500_000,
-    "exponents": "1e" * 500_000, "one exponent": "1e4000000", "wide gap": "1" + " " * 10**6 + "2", "words": "half " * 200_000 + "5", "stars": "*" * 10**6 + "5",
-}  # fmt: skip
-
-
-def seconds(call):
-    """The best of three runs: the machine may be busy with other things."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-        if times[-1] < 0.2:
-            break
-    return min(times)
+    "opening tags": lambda n: "<reasoning>" * n,
+    "answer tags": lambda n: "<answer>" * n,
+    "closing tags": lambda n: "</answer>" * n,
+    "boxes": lambda n: "\\boxed{" * n,
+    "markers": lambda n: "#### 1\n" * n,
+    "braces": lambda n: "\\boxed{" + "{}" * n,
+    "digits": lambda n: "7" * n,
+    "wide digits": lambda n: "７" * n,
+    "spaces": lambda n: " " * n + "7",
+    "newlines": lambda n: "7" + "\n" * n,
+    "commas": lambda n: "," * n + "7",
+    "dots": lambda n: "7" + "." * n,
+    "minus signs": lambda n: "-" * n + "7",
+    "letters": lambda n: "a" * n + " 7",
+    "units": lambda n: "7 " + "b" * n,
+    "underscores": lambda n: "_" * n,
+    "backslashes": lambda n: "7" + "\\" * n,
+    "text": lambda n: "\\text{" * n,
+    "dollars": lambda n: "$" * n + "7",
+    "commas and digits": lambda n: "1," * n,
+    "groups": lambda n: "1" + ",111" * n + "1",
+    "slashes": lambda n: "1/" * n,
+    "two long": lambda n: "5" * n + " " + "5" * n,
+    "exponents": lambda n: "1e" * n,
+    "one exponent": lambda n: f"1e{(n // SMALL) ** 11}",  # 1, and 4 million
+    "wide gap": lambda n: "1" + " " * n + "2",
+    "words": lambda n: "half " * n + "5",
+    "stars": lambda n: "*" * n + "5",
+}
+READERS = {
+    "number": parse_number,
+    "last number": last_number,
+    "hash": lambda text: hash_reward(None, ["#### " + text], [text]),
+    "r1 answer": lambda text: correctness_reward(None, [f"<answer>{text}</answer>"], ["7"], "r1"),
+    **{
+        name: lambda text, name=name: combined_reward(None, [text], ["7"], answer_format=name)
+        for name in ANSWER_FORMATS
+    },
+}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_text_of_a_megabyte_takes_less_than_a_fifth_of_a_second(kind):
+def test_hostile_text_takes_linear_time(kind):
     """A lazy regex over 20,000 opening tags took 12 s, and int() of 5,000 digits raises."""
-    text = HOSTILE[kind]
-    calls = [
-        lambda: parse_number(text),
-        lambda: last_number(text),
-        lambda: hash_reward(None, ["#### " + text], [text]),
-    ]
-    calls += [
-        lambda name=name: combined_reward(None, [text], ["7"], answer_format=name) for name in ANSWER_FORMATS
-    ]
-    calls += [lambda: correctness_reward(None, [f"<answer>{text}</answer>"], ["7"], "r1")]
-    assert max(seconds(call) for call in calls) < 0.2
+    small, large = HOSTILE[kind](SMALL), HOSTILE[kind](4 * SMALL)
+    for name, read in READERS.items():
+        assert growth(read, small, large, limit=12) < 12, name
 
 
 def test_no_random_text_makes_a_reward_raise_or_leave_the_finite_numbers():
@@ -356,9 +381,6 @@ def test_no_random_text_makes_a_reward_raise_or_leave_the_finite_numbers():
 def test_the_named_reward_sets_are_these():
     assert REWARD_SETS["grpo_m3po"] == [(correctness_reward, 1.0), (format_reward, 1.0)]
     assert REWARD_SETS["h3po"] == [(hash_reward, 1.0)]
-
-
-# Calling reward functions
 
 
 def constant(values, name="constant"):
@@ -462,17 +484,23 @@ def test_what_cannot_be_a_reward_is_one_line_that_names_the_function_and_the_ste
     assert len(text) < 400
 
 
-def test_a_function_that_raises_is_named_with_the_completion_it_raises_on():
+def test_a_function_that_raises_is_named_with_its_error_and_the_first_completion_and_is_not_asked_again():
+    """It was asked again row by row, and the calls that a reward pays for were paid for twice."""
+    calls = []
+
     def picky(completions, answer, **kwargs):
+        calls.append(completions)
         return [float(int(c)) + len(a) for c, a in zip(completions, answer, strict=True)]
 
-    with pytest.raises(
-        RewardError,
-        match=r"^reward function picky at step 4 raised ValueError: invalid literal .* on completion 'b\\na'$",
-    ) as caught:
-        paid([(picky, 1.0)], ["p"] * 3, ["1", "b\na", "3"], step=4, answer=["7"] * 3)
+    message = (
+        r"^reward function picky at step 4 raised ValueError: invalid literal .* "
+        r"for 3 completions, the first of them completion 'b\\na'$"
+    )
+    with pytest.raises(RewardError, match=message) as caught:
+        paid([(picky, 1.0)], ["p"] * 3, ["b\na", "1", "3"], step=4, answer=["7"] * 3)
     assert isinstance(caught.value.__cause__, ValueError)
     assert "\n" not in str(caught.value)
+    assert len(calls) == 1
 
 
 def test_a_function_that_leaves_by_sys_exit_is_a_failure_and_not_the_end_of_a_finished_run():
@@ -483,7 +511,10 @@ def test_a_function_that_leaves_by_sys_exit_is_a_failure_and_not_the_end_of_a_fi
             raise SystemExit(0)
         return [0.0] * len(completions)
 
-    with pytest.raises(RewardError, match=r"^reward function leaves raised SystemExit: 0 on completion 'b'$"):
+    message = (
+        r"^reward function leaves raised SystemExit: 0 for 2 completions, the first of them completion 'a'$"
+    )
+    with pytest.raises(RewardError, match=message):
         paid([(leaves, 1.0)], [None] * 2, ["a", "b"])
 
 
@@ -521,34 +552,22 @@ def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight(
     def counts(completions, **kwargs):
         return [3.0] * len(completions)
 
-    with pytest.raises(
-        RewardError,
-        match=r"^reward function pays returned 1e\+308, too large to compare with others \(at most 1e\+30\), for completion 'a'$",
-    ):
+    message = (
+        r"^reward function pays returned 1e\+308, too large to compare with others \(at most 1e\+30\), "
+        r"for completion 'a'$"
+    )
+    with pytest.raises(RewardError, match=message):
         paid([(pays, 1.0)], [None], ["a"])
     with pytest.raises(RewardError, match=r"^reward function counts: 3 times its weight 1e\+30 is too large"):
         paid([(counts, 1e30)], [None], ["a"])
-
-
-def test_a_function_that_raises_on_the_whole_batch_only_is_named_with_the_first_completion():
-    def together(completions, **kwargs):
-        return [1.0 / (len(completions) == 1)]
-
-    with pytest.raises(
-        RewardError,
-        match=r"together raised ZeroDivisionError: .* on no single completion, the first being completion 'x'$",
-    ):
-        paid([(together, 1.0)], ["p"] * 2, ["x", "y"])
-
-
-# Reward functions in files
 
 
 @pytest.fixture
 def reward_file(tmp_path):
     path = tmp_path / "my=rewards.py"
     path.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Bonus:\n    size: float = 0.5\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Bonus:\n    size: float = 0.5\n"
         "def bonus(completions, **kwargs):\n    return [Bonus().size] * len(completions)\nnumber = 3\n"
     )
     return path
@@ -589,12 +608,43 @@ def test_a_file_that_does_not_import_is_refused_with_what_it_raised(tmp_path, so
     assert "reward_file_bad" not in sys.modules
 
 
+@pytest.fixture
+def counting_file(tmp_path):
+    """A reward file that notes each time it is run."""
+    path = tmp_path / "counting.py"
+    path.write_text(
+        "from pathlib import Path\n"
+        "with open(Path(__file__).with_name('runs'), 'a') as runs:\n    runs.write('x')\n"
+        "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+        "def two(completions, **kwargs):\n    return [2.0] * len(completions)\n"
+    )
+    return path
+
+
+def test_a_reward_file_runs_once_a_process_however_often_settings_are_made_of_it(counting_file, monkeypatch):
+    """It ran at each check of the settings and again for the run; a reward with a model held it twice."""
+    monkeypatch.chdir(counting_file.parent)
+    for specs in (
+        [f"{counting_file}:one", f"{counting_file}:two=0.5"],
+        ["counting.py:two", "counting.py:one"],
+    ):
+        config = grpo_train.Config(reward=specs)
+        functions = [function for function, _ in grpo_train.reward_functions(config)]
+        assert len({id(function.__globals__) for function in functions}) == 1
+    assert counting_file.with_name("runs").read_text() == "x"
+
+
+def test_a_reward_file_that_has_changed_runs_again(counting_file):
+    before, _ = load_reward(f"{counting_file}:one")
+    counting_file.write_text("def one(completions, **kwargs):\n    return [3.0]\n")
+    after, _ = load_reward(f"{counting_file}:one")
+    assert (before(["c"]), after(["c"])) == ([1.0], [3.0])
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"there is no file .*absent\.py$"):
         load_reward(f"{tmp_path / 'absent.py'}:f")
 
-
-# The recipes' own rewards, by hand
 
 WHOLE = "<reasoning>\n3*4\n</reasoning>\n<answer>\n12\n</answer>\n"
 LAYOUTS = {  # completion: strict, soft, count
@@ -623,18 +673,18 @@ def test_the_layout_rewards_of_the_multi_reward_recipe(text):
         ), function.__name__
 
 
-@pytest.mark.parametrize(("answer", "values"), [("12", (2.0, 0.5, 1.0, 0.1)), ("12.0", (0.0, 0.0, 1.0, 0.1)), ("-12", (0.0, 0.5, 0.0, 0.1)),
-    ("twelve", (0.0,) * 4),
-                                                ("11 or 12", (0.0,) * 4), ("", (0.0,) * 4), ("1_2", (0.0,) * 4)])  # fmt: skip
+EARNED = {
+    "12": (2.0, 0.5, 1.0, 0.1), "12.0": (0.0, 0.0, 1.0, 0.1), "-12": (0.0, 0.5, 0.0, 0.1),
+    "twelve": (0.0,) * 4,
+    "11 or 12": (0.0,) * 4, "": (0.0,) * 4, "1_2": (0.0,) * 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "values"), EARNED.items())
 def test_what_an_answer_earns_in_the_other_recipes(answer, values):
     call = dict(completions=[WHOLE.replace("12", answer)], answer=["12"])
-    assert (
-        tuple(
-            f(**call)[0]
-            for f in (strict_correctness_reward, int_reward, binary_correctness_reward, numeric_reward)
-        )
-        == values
-    )
+    functions = (strict_correctness_reward, int_reward, binary_correctness_reward, numeric_reward)
+    assert tuple(function(**call)[0] for function in functions) == values
     assert xml_share_reward(**call) == [pytest.approx(0.1)]
 
 
@@ -659,75 +709,66 @@ def test_the_r1_format_has_nothing_but_space_between_its_parts():
     assert r1_format_reward(texts) == [1.0, 0.0, 0.0]
 
 
-def test_every_reward_takes_time_linear_in_the_text():
-    for text in (
-        "<reasoning>" * 20000,
-        "<answer>\n" * 20000,
-        "</answer>" * 20000,
-        "<think>" * 20000,
-        "9" * 200000,
-        WHOLE * 3000,
-    ):
-        for functions in REWARD_SETS.values():
-            for function, _ in functions:
-                started = time.perf_counter()
-                assert math.isfinite(function(prompts=None, completions=[text], answer=["12"])[0])
-                assert time.perf_counter() - started < 1.0, function.__name__
+@pytest.mark.parametrize("piece", ["<reasoning>", "<answer>\n", "</answer>", "<think>", "9", WHOLE])
+def test_every_reward_takes_linear_time(piece):
+    functions = {function for pairs in REWARD_SETS.values() for function, _ in pairs}
+    for function in functions:
+
+        def pay(text, function=function):
+            return function(prompts=None, completions=[text], answer=["12"])[0]
+
+        assert math.isfinite(pay(piece * 8000))
+        assert growth(pay, piece * 2000, piece * 8000, limit=12) < 12, function.__name__
 
 
-# The shared cases
+GRADERS = dict(
+    c_correct=strict_correctness_reward,
+    c_int=int_reward,
+    c_strict=strict_format_reward,
+    c_soft=soft_format_reward,
+    c_xmlcount=xmlcount_reward,
+    e_correct=binary_correctness_reward,
+    e_numeric=numeric_reward,
+    e_xml=xml_share_reward,
+    r1_strict=r1_format_reward,
+)
+TAKE_A_FORMAT = {"c_correct", "c_int", "e_correct", "e_numeric"}
 
-GRADERS = dict(c_correct=strict_correctness_reward, c_int=int_reward, c_strict=strict_format_reward, c_soft=soft_format_reward, c_xmlcount=xmlcount_reward,
-               e_correct=binary_correctness_reward, e_numeric=numeric_reward, e_xml=xml_share_reward, r1_strict=r1_format_reward)  # fmt: skip
+
+def checks_of(case):
+    """What a shared case states, by name, and whether it is so here. null, or no key, states nothing."""
+    text = case["completion"]
+    if "completion_build" in case:
+        text = "".join(piece * times for piece, times in case["completion_build"])
+    call = dict(completions=[text], answer=[case["reference"]])
+    own_format = {"answer_format": case["format"]}
+    [score] = correctness_reward(**call, **own_format)
+    graders = {name: value for name, value in case["graders"].items() if value is not None}
+    for name in GRADERS.keys() & graders.keys():
+        [value] = GRADERS[name](**call, **(own_format if name in TAKE_A_FORMAT else {}))
+        yield name, abs(value - graders[name]) < 1e-9
+    yield "b_format", graders.get("b_format") in (None, format_reward([text])[0])
+    yield "d_h3po", "d_h3po" not in graders or hash_reward(**call) == [graders["d_h3po"] == "one"]
+    yield "c_xmlcount_lt", xmlcount_reward([text])[0] < graders.get("c_xmlcount_lt", math.inf)
+    yield "correctness", case["correctness"] in (None, score)
+    yield "correctness_min", score >= case.get("correctness_min", 0)
+    if not case.get("extracted_open"):
+        extracted = extract_answer(text, case["format"])
+        seconds = 0.5 if case["kind"] == "hazard" else 5.0  # no time is enough for a hazard
+        yield "extracted", extracted == case["extracted"]
+        if case["math_equal"] is not None:
+            equal = math_equal(extracted or "", case["reference"], seconds)
+            yield "math_equal", equal == case["math_equal"]
 
 
 @pytest.mark.skipif(not GRADED.exists(), reason="the shared grading cases are not beside this checkout")
 def test_every_shared_graded_completion_gets_its_values():
-    wrong = []
-    for line in GRADED.read_text(encoding="utf-8").splitlines():
-        case = json.loads(line)
-        text = (
-            "".join(piece * times for piece, times in case["completion_build"])
-            if "completion_build" in case
-            else case["completion"]
-        )
-        graders, start = case["graders"], time.perf_counter()
-        extracted = extract_answer(text, case["format"])
-        score = correctness_reward(
-            completions=[text], answer=[case["reference"]], answer_format=case["format"]
-        )[0]
-        checks = {
-            "extracted": case.get("extracted_open") or extracted == case["extracted"],
-            "correctness": case["correctness"] is None or score == case["correctness"],
-            "correctness_min": score >= case.get("correctness_min", 0),
-            "b_format": graders.get("b_format") is None or format_reward([text]) == [graders["b_format"]],
-            "d_h3po": graders.get("d_h3po") is None
-            or hash_reward(None, [text], [case["reference"]]) == [graders["d_h3po"] == "one"],
-            **{
-                name: graders[name] is None
-                or abs(function(completions=[text], answer=[case["reference"]], **form)[0] - graders[name])
-                < 1e-9
-                for name, function in GRADERS.items()
-                if name in graders
-                for form in [
-                    {}
-                    if name in ("c_strict", "c_soft", "c_xmlcount", "e_xml", "r1_strict")
-                    else {"answer_format": case["format"]}
-                ]
-            },
-            "c_xmlcount_lt": "c_xmlcount_lt" not in graders
-            or xmlcount_reward([text])[0] < graders["c_xmlcount_lt"],
-            "math_equal": case["math_equal"] is None
-            or case.get("extracted_open")
-            or math_equal(extracted or "", case["reference"]) == case["math_equal"],
-            "max_seconds": time.perf_counter() - start < case.get("max_seconds", 1.0),
-        }
-        wrong += [(case["id"], name) for name, right in checks.items() if not right]
-    assert wrong == []
+    cases = map(json.loads, GRADED.read_text(encoding="utf-8").splitlines())
+    assert [(case["id"], name) for case in cases for name, agrees in checks_of(case) if not agrees] == []
 
 
 def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
-    """Tests of a program, a hint, a source: what the user's own data holds beside question and answer, None where a row has none."""
+    """Tests of a program, a hint, a source: what the data holds beside question and answer, or None."""
     rows = [
         {"question": "a", "answer": "1", "tests": ["f(1) == 2"]},
         {"question": "b", "answer": "2", "level": "3", "source": "book"},

@@ -13,14 +13,14 @@ from decoding.tokens import token_tables
 from errors import DataError, SettingError
 from learning.log_probs import Scorer
 from problems.problem import EncodedProblem, Problem
-from problems.prompts import build_prompt
+from problems.prompts import Prompting
 from rewards import ANSWER_FORMATS, extract_answer
 from running.settings import TrainConfig, names_with
 from small_models import a_model_and_problems, build_model
 
 
 def encoded(tokenizer, question, answer, solution):
-    prompt = build_prompt(tokenizer, question, "")
+    prompt = Prompting("xml", "").build(tokenizer, question)
     return EncodedProblem(
         Problem(question, answer, solution, id="p1"),
         prompt,
@@ -153,7 +153,7 @@ def test_a_supervised_run_of_epochs_evaluates_the_weights_it_has_and_ends_its_sc
     decoder = GroupDecoder(AutoModelForCausalLM.from_pretrained(out).eval(), tokenizer)
     for row in [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]:
         ids = tokenizer(
-            build_prompt(tokenizer, row["question"], ANSWER_FORMATS["xml"].system_prompt),
+            Prompting("xml", ANSWER_FORMATS["xml"].system_prompt).build(tokenizer, row["question"]),
             add_special_tokens=False,
         )["input_ids"]
         [[completion]] = decoder.complete([ids], Sampling(100))

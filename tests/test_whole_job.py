@@ -19,7 +19,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from errors import RewardError, SettingError
 from grpo_train import Config, group_advantages
-from problems.prompts import encode_prompts, problems_of
+from problems.prompts import Prompting, problems_of
 from problems.sources import load_problems
 from running.log import log_rollouts
 from running.parsing import parse_config
@@ -243,7 +243,7 @@ def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, 
     small, records = small_update(tokenizer, prompts, batch_size=2), []
     small.policy.model.norm.weight.data[0] = NAN
     decoder = GroupDecoder(small.policy, tokenizer, "e", Interaction(0.3))
-    batch = encode_prompts(load_problems("arithmetic", limit=2), tokenizer, "", 200)[0]
+    batch, _ = Prompting("xml", "").encode(tokenizer, load_problems("arithmetic", limit=2), 200)
     sampled = grpo_train.sample_groups(small.config, decoder, batch, 0, range(2))
     run = SimpleNamespace(
         config=small.config, learner=small.learner, progress=Progress(), local_rows=slice(0, 8)
