@@ -21,7 +21,7 @@ from reporting.files import read_yaml
 
 @dataclass(frozen=True)
 class Solution:
-    """`answer` is None where the completion holds none in the format; `finished` is False where the limit cut it off."""
+    """`answer` is None where the completion holds none; `finished` is False where the limit cut it off."""
 
     question: str
     reasoning: str
@@ -75,7 +75,7 @@ def _trained_prompting(trained):
 
 
 def solve(question, solver, temperature=0.0, seed=0):
-    """Answer one question (a text) or several (a list): a Solution, or a list of them. Temperature 0 is greedy."""
+    """Answer one question (a text) or several (a list) with a Solution or a list; temperature 0 is greedy."""
     questions = [question] if isinstance(question, str) else list(question)
     tokenizer, chosen = solver.decoder.tokenizer, ANSWER_FORMATS[solver.prompting.answer_format]
     prompts = [solver.prompting.build(tokenizer, q) for q in questions]
