@@ -25,8 +25,9 @@ LONGEST = 2000  # characters; no answer in MATH comes near it
 PAIR = re.compile(r"[(\[][^()]*,[^()]*[)\]]")  # (1,234) has two members
 
 # What math-verify is asked about. Of other text it reads a part: of "41 \to \frac{1}{2}", "6:1", "x'" or
-# "41 \boxed{42}" one number or letter; 204_5 it reads as 204, and 2{3} as 5.
-READABLE = re.compile(r"(?:[\da-zA-Z+*/^_{}()\[\]|!,=<> -]|(?<=\d)\.|\.(?=\d)|\\[a-zA-Z]+)+")
+# "41 \boxed{42}" one number or letter; 204_5 it reads as 204, and 2{3} as 5. Possessive, since there are
+# exponentially many ways to cut a text of many commands into commands and letters.
+READABLE = re.compile(r"(?:[\da-zA-Z+*/^_{}()\[\]|!,=<> -]|(?<=\d)\.|\.(?=\d)|\\[a-zA-Z]++)++")
 MISREAD = re.compile(r"[\d)}]_|\d\{|!!")
 COMMANDS = set(
     "frac sqrt binom pi cdot times div pm mp infty circ log ln exp sum prod int lfloor rfloor lceil rceil "

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_train
+from decoding.rollout import Completion
 from errors import RewardError
 from problems.problem import Problem
 from problems.sources import load_problems
@@ -629,7 +630,7 @@ def test_a_reward_file_runs_once_a_process_however_often_settings_are_made_of_it
         ["counting.py:two", "counting.py:one"],
     ):
         config = grpo_train.Config(reward=specs)
-        functions = [function for function, _ in grpo_train.reward_functions(config)]
+        functions = [function for function, _ in grpo_train.chosen_rewards(config)]
         assert len({id(function.__globals__) for function in functions}) == 1
     assert counting_file.with_name("runs").read_text() == "x"
 
@@ -788,10 +789,11 @@ def test_a_column_of_the_data_may_have_any_name(name):
     columns = reward_columns([problem], ["x"], [[1]], "xml")
     compute_rewards([(lambda **given: seen.update(given) or [1.0], 1.0)], columns, step=3, timeout=9.0)
     assert seen[name] == [7]
-    sampled = SimpleNamespace(
-        problems=[SimpleNamespace(problem=problem)], texts=["x", "y"], completions=[([1], True)] * 2
-    )
-    grpo_train.score(
-        [(lambda **given: given[name], 1.0)], sampled, grpo_train.Config(num_generations=2, eval_every=0), 0
-    )
+    config = grpo_train.Config(num_generations=2, eval_every=0)
+    completions = [Completion([1], "x", True), Completion([1], "y", True)]
+    rollout = SimpleNamespace(num_generations=2)
+    problems = [SimpleNamespace(problem=problem)]
+    sampled = grpo_train.Sampled(problems, problems, rollout, completions, [0])
+    functions = [(lambda **given: given[name], 1.0)]
+    grpo_train.score(SimpleNamespace(config=config), functions, sampled, 0)
     assert sampled.rewards == [7.0, 7.0]
