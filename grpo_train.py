@@ -103,8 +103,7 @@ class Config(TrainConfig):
     )
     reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
     warm_start: str = setting(
-        "none",
-        "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest",
+        "none", "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest"
     )
     reward_timeout: float = setting(
         300.0, "seconds one reward function may take for a step's completions; 0: no limit", resume="free"
