@@ -290,9 +290,7 @@ def group_std(groups):
 
 
 def all_equal(groups):
-    """Whether a group's scored rewards are all equal, tested exactly, since their mean may round: (B, G) ->
-    (B,).
-    """
+    """Whether a group's scored rewards are exactly equal; their mean may round: (B, G) -> (B,)."""
     scored = ~groups.isnan()
     highest = torch.where(scored, groups, -torch.inf).amax(-1)
     lowest = torch.where(scored, groups, torch.inf).amin(-1)
@@ -332,9 +330,7 @@ def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, 
 
 
 def k3_divergence(logp, ref_logp):
-    """The k3 estimate of the KL to the reference (GRPO, eq. 4), a value a token: exp(x) - x - 1, x = ref -
-    logp.
-    """
+    """The k3 estimate of the KL to the reference, a value a token (GRPO, eq. 4)."""
     log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
     return torch.exp(log_ratio) - log_ratio - 1
 
@@ -353,9 +349,7 @@ def importance_weights(old_logp, sampler_logp, cap):
 
 @dataclass
 class Sampled:
-    """What one process sampled for its groups of a step, and what it was paid: a problem a group, G rows a
-    group.
-    """
+    """What one process sampled for its groups of a step, and its rewards; a group has G rows."""
 
     batch: list  # the problems of the step, of all processes
     problems: list  # those of this process's groups
@@ -411,9 +405,7 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
 
 
 def score(run, reward_functions, sampled, step):
-    """Rewards (N,) of all processes, float64, NaN where every function abstained; those of this process go
-    into `sampled`.
-    """
+    """Float64 rewards (N,) of all processes, NaN where all functions abstained; sets those of `sampled`."""
     _score_rows(run.config, reward_functions, sampled, step, gather_object)
     return torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
 
@@ -465,9 +457,7 @@ class LossInputs:
 
 @torch.enable_grad()  # a user's reward file that runs a model may have switched gradients off
 def update(learner, rollout, advantages, config):
-    """mu optimiser steps on one rollout; returns their metrics. Micro-batches change memory, not gradients
-    (I3).
-    """
+    """mu optimiser steps on one rollout; returns metrics. Micro-batches change memory, not gradients (I3)."""
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
@@ -554,9 +544,7 @@ def say_plan(run, decoder, problems, held_out, skipped):
 
 
 def rollout_metrics(run, sampled, right, rewards):
-    """Metrics of a step's samples over all processes; docs/metrics.md explains each. rewards (N,): of all
-    processes.
-    """
+    """Metrics of a step's samples, explained in docs/metrics.md; all processes' rewards (N,)."""
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {

@@ -168,9 +168,7 @@ def rows_loss(learner, batch, tokens, rows):
 
 
 def warm_start_settings(config):
-    """The settings of the supervised run that comes before a GRPO run: what its own file leaves out is the
-    GRPO run's.
-    """
+    """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's."""
     settings = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
     try:
         settings |= settings_from_file(Config, config.warm_start)

@@ -208,9 +208,7 @@ class FastBackbone:
         self.reclaim_weights()
 
     def _joined(self, modules, name, rows=None):
-        """One tensor that holds a parameter of several modules, one below the other; None where they have
-        none.
-        """
+        """One tensor of a parameter of several modules, one below the other; None if they have none."""
         parts = [getattr(m, name, None) for m in modules]
         if parts[0] is None:
             return None

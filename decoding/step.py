@@ -81,9 +81,7 @@ def keep_top(logits, top_k, top_p):
 
 
 class Rows(NamedTuple):
-    """What is known of the R rows; `first(n)` are views. Column t of the first five belongs to completion
-    token t.
-    """
+    """What is known of the R rows. Column t of the first five belongs to completion token t."""
 
     ids: torch.Tensor  # (R, T + 1)
     logp: torch.Tensor  # (R, T + 1)

@@ -93,9 +93,7 @@ def _pieces(decoder, rows):
 
 @torch.no_grad()
 def interaction_effect(scorer, rollout, uniforms):
-    """The ListeningEffect of the first group: it is scored again with and without peers, by the draws (G, T)
-    it had.
-    """
+    """The ListeningEffect of the first group, scored again with and without peers; uniforms (G, T)."""
     G, plain = rollout.num_generations, dataclasses.replace(rollout, mix=None)
     lengths = rollout.sizes[1][:G]
     rows_at_once = max(1, STATES_AT_ONCE // max(row_lengths(rollout)[:G]))
@@ -128,9 +126,7 @@ def _steps_to_show(mix):
 
 
 def _without_peers(scorer, rollout, row, states, plain_states, uniforms):
-    """The ids of a row as they would be without peers, and the mean KL; states (length, E), some tokens at a
-    time.
-    """
+    """The ids of a row as they would be without peers, and the mean KL; states (length, E)."""
     ids, divergence, length = [], 0.0, len(states)
     for start in range(0, length, LOGITS_AT_ONCE):
         part = slice(start, min(start + LOGITS_AT_ONCE, length))
@@ -146,9 +142,7 @@ def _without_peers(scorer, rollout, row, states, plain_states, uniforms):
 
 
 def describe_interaction(tokens, alone, group, effect):
-    """Text for M3PO_DEBUG: who listened to whom in a group, and did it matter? tokens, alone: G lists of
-    token texts.
-    """
+    """Who listened to whom in a group, and did it matter? tokens, alone: G lists of token texts."""
     counts = " ".join(map(str, group.thinking.sum(0).tolist()))
     lines = [f"{len(tokens)} paths; still thinking after each token: {counts}"]
     for t, similarity in zip(effect.steps, effect.similarity, strict=True):

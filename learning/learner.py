@@ -17,9 +17,7 @@ from learning.parallel import distribute, whole
 
 @dataclass
 class Learner:
-    """Policy, reference (None without a KL), their scorers, optimiser, schedule and the budget of tokens at
-    once.
-    """
+    """The policy, and what scores it, steps it and bounds its memory. No reference without a KL."""
 
     accelerator: object
     policy: torch.nn.Module
@@ -90,9 +88,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
 
 
 def make_optimizer(model, config, total_steps):
-    """AdamW over the weights that are trained, decay on matrices only, and its schedule over `total_steps`
-    steps.
-    """
+    """AdamW over the trained weights, decay on matrices only, and its schedule over `total_steps` steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
     others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}

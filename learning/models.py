@@ -165,9 +165,7 @@ def _splits_tied_weights(model):
 
 
 def merged_parameters(model):
-    """Name and value of each parameter of the plain model: adapters are added to the weights that they belong
-    to.
-    """
+    """Name and value of each parameter of the plain model, adapters added to the weights they belong to."""
     modules = dict(model.named_modules())
     for name, value in model.named_parameters():
         owner = name.removesuffix(".base_layer.weight")

@@ -30,9 +30,7 @@ STATE, TENSORS = "training_state.json", "training_state.safetensors"
 
 
 class Checkpoints:
-    """Saves and restores everything that a step depends on: weights, moments, schedule, reference, progress,
-    logs.
-    """
+    """Saves and restores what a step depends on: weights, moments, schedule, reference, progress, logs."""
 
     def __init__(self, run, problems):
         self.run, self.learner, self.config, self.folder = run, run.learner, run.config, run.folder
@@ -53,9 +51,7 @@ class Checkpoints:
             raise SettingError("save_every", self.config.save_every, sizes)
 
     def save(self):
-        """Write checkpoint-<step>, then delete what keep_checkpoints does not keep. Every process must call
-        it.
-        """
+        """Write checkpoint-<step>, then delete those not to keep. Every process must call it."""
         policy, reference = self.learner.policy, self.learner.reference
         weights = merged_state(policy, torch.float32, keep=self.is_main)
         tensors, numbers = optimizer_state(self.learner.optimizer, keep=self.is_main)
@@ -153,9 +149,7 @@ class Checkpoints:
         return None if chosen is None else self.folder / chosen
 
     def restore(self, path):
-        """Load a checkpoint into policy, optimiser, schedule and reference, cut the logs back; returns its
-        state.
-        """
+        """Load a checkpoint into the learner and cut the logs back to it; returns its state."""
         state = json.loads((path / STATE).read_text())
         self._refuse_other(path, state)
         tensors = load_file(path / TENSORS)

@@ -72,9 +72,7 @@ class Run:
         self.log = MetricsLog(self)
 
     def steps(self, evaluate_first=True):
-        """The numbers of the steps that are left; evaluates before the very first, saves the model after the
-        last.
-        """
+        """Yield the number of each step that is left; evaluate before the very first, save after the last."""
         if self.is_finished:
             return
         self.raise_if_stopped()
@@ -94,9 +92,7 @@ class Run:
         finish(self)
 
     def finish_step(self, metrics, batch):
-        """Count a step; evaluate, log and save when it is time. batch: the problems of the step, all
-        processes'.
-        """
+        """Count a step; evaluate, log and save if it is time. batch: the step's problems, all processes'."""
         config, progress = self.config, self.progress
         progress.step += 1
         progress.problems_drawn = self.problems_drawn
@@ -197,9 +193,7 @@ class Run:
 
     @contextmanager
     def timed(self, name):
-        """Seconds of a part of the step, the device's work included, go into the step's metrics under this
-        name.
-        """
+        """Add the seconds of a part of the step, the device's work included, to its metrics."""
         self._wait_for_device()
         started = time.perf_counter()
         yield
