@@ -200,13 +200,13 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None):
-    """Run a whole training. reward_functions: (function, weight) pairs instead of those of the settings."""
+def train(config, reward_functions=None, dataset=None):
+    """Run a whole training; from Python with (function, weight) pairs and a list of Problems of your own."""
     with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         tokenizer = load_tokenizer(start, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer)
+        problems, held_out, skipped = prepare_problems(config, tokenizer, problems=dataset)
         policy, sampler, reference = load_models(config, start, tokenizer, run.device)
         check_positions(policy, problems + held_out, config)
         decoder = GroupDecoder(

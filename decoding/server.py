@@ -9,7 +9,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from errors import RunError, SettingError
+from errors import RunError, SettingError, one_line
 
 RETRIES = 6
 RETRIED = (408, 409, 429, 500, 502, 503, 504)  # status codes of a busy server
@@ -51,7 +51,7 @@ class Server:
                     raise RunError(f"{self.url} refused the request: {error.code} {words}") from error
                 reason = f"{error.code} {words}"
             except FAILURES as error:
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                reason = f"{type(error).__name__}: {one_line(error)}"
             if attempt + 1 < RETRIES:
                 time.sleep(min(30.0, 0.5 * 2**attempt) * (0.5 + random.random()))
         raise RunError(f"{self.url} did not answer in {RETRIES} attempts ({reason})")

@@ -153,13 +153,13 @@ def problems_of(config, responses=False):
     )
 
 
-def prepare_problems(config, tokenizer, responses=False):
+def prepare_problems(config, tokenizer, responses=False, problems=None):
     """Training and held-out problems with their prompts, and how many prompts were too long to use.
 
-    Problems without an answer are not held out. A warm start holds out the same problems as its GRPO run.
+    problems: instead of those that the settings name. A warm start holds out the same ones as its GRPO run.
     """
     prompting = Prompting.of(config)
-    problems = problems_of(config, responses)
+    problems = problems_of(config, responses) if problems is None else problems
     train, held_out = split_held_out(problems, config.eval_problems)
     train, skipped = prompting.encode(tokenizer, train, config.max_prompt_length)
     if held_out:

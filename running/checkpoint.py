@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from errors import RunError, SettingError
+from errors import RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, max_over_processes, whole
@@ -73,7 +73,7 @@ class Checkpoints:
             shutil.rmtree(self.folder / TEMPORARY, ignore_errors=True)
             needed = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
             free = shutil.disk_usage(self.folder).free
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            reason = getattr(error, "strerror", None) or one_line(error)
             sizes = f"it needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
             return f"could not save checkpoint-{step} ({reason}): {sizes}; earlier ones are whole"
         return None

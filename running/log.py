@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from answers.formats import extract_answer
 from decoding.tokens import token_pieces
+from errors import one_line
 from reporting.files import read_metrics
 from reporting.page import write_report
 from reporting.plots import draw, or_warn
@@ -189,7 +190,7 @@ class Trackers:
             action()
         except Exception as error:  # a tracker may raise anything: a network, a login, a full disk
             self.started.pop(name, None)
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
             warnings.warn(f"report_to {name}: dropped, it raised {reason}", stacklevel=2)
 
 

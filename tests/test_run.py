@@ -1,5 +1,6 @@
 """A run: which problems come next, evaluation on the way, and stopping."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +67,21 @@ def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_s
     with pytest.raises(Stopped):
         run.interruptible(decoder, lambda: "text")
     assert decoder.interrupted is None
+
+
+def test_rewards_and_problems_can_be_given_from_python(recipe_start, tmp_path):
+    """Instead of names: (function, weight) pairs and Problems; what is returned says where the model is."""
+    problems = [Problem(f"What is {i} and {i}?", str(2 * i), id=f"mine-{i}") for i in range(8)]
+
+    def length(completions, **columns):
+        return [float(len(c[0]["content"])) for c in completions]
+
+    settings = dict(batch_size=2, num_generations=2, num_steps=2, max_completion_length=8, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    result = grpo_train.train(config, reward_functions=[(length, 0.5)], dataset=problems)
+    assert result.folder == tmp_path
+    assert result.metrics["step"] == 2
+    assert result.metrics["reward"] == pytest.approx(0.5 * result.metrics["reward/length"])
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert {row["example_id"] for row in rows} <= {problem.id for problem in problems}
