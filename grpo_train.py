@@ -464,9 +464,8 @@ def update(learner, rollout, advantages, config):
     count = torch.tensor(len(mask), device=mask.device)
     signals = (mask.any(-1) & (advantages != 0)).sum()
     num_sequences, num_tokens, num_signals = learner.sum_over_processes(count, mask.sum(), signals)
-    if num_tokens == 0 or (
-        num_signals == 0 and config.beta == 0
-    ):  # Adam's momentum alone would move the weights
+    # Adam's momentum alone would move the weights
+    if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
             learner.schedule.step()
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"

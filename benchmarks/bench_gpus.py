@@ -62,9 +62,8 @@ def prepare(shape, folder):
     tokenizer = synthetic_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    model = build(
-        shape, kind=LlamaConfig
-    )  # transformers would read a Qwen2 directory with Qwen2's own tokenizer
+    # transformers would read a Qwen2 directory with Qwen2's own tokenizer
+    model = build(shape, kind=LlamaConfig)
     model.save_pretrained(folder / shape)
     tokenizer.save_pretrained(folder / shape)
     generator = torch.Generator().manual_seed(0)

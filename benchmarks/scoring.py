@@ -46,9 +46,8 @@ def main():
     cut = torch.randint(
         args.length // 4, args.length + 1, (len(out.ids), 1), generator=torch.Generator().manual_seed(0)
     ).to(device)
-    out.mask &= (
-        torch.arange(out.mask.shape[1], device=device) < cut
-    )  # ragged whether or not the model ends its texts in time
+    # ragged whether or not the model ends its texts in time
+    out.mask &= torch.arange(out.mask.shape[1], device=device) < cut
     scorer = Scorer(policy, decoder.tables, bf16=True)
 
     def difference():

@@ -90,9 +90,8 @@ def main():
     parser.add_argument("--parallel", type=int, default=1, help="cases at once, each on one core")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(
-        max(1, os.cpu_count() // args.parallel)
-    )  # threads that wait for each other's cores wait long
+    # threads that wait for each other's cores wait long
+    os.environ["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // args.parallel))
     with ThreadPoolExecutor(args.parallel) as pool:
         rows = [
             row

@@ -151,7 +151,6 @@ def mix_step(embeds, products, thinking, row_of_path, rows, mix, interaction):
     token, alone = (rows.t - 1).clamp(min=0), embeds.float()
     change = (inputs.float() - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-9)
     rows.input_change.scatter_(1, token[:, None], change[:, None])
-    mix.index_copy_(
-        1, token.max()[None], weights[:, None]
-    )  # all paths that still think are at the same token
+    # all paths that still think are at the same token
+    mix.index_copy_(1, token.max()[None], weights[:, None])
     return inputs

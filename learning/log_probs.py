@@ -54,9 +54,8 @@ class Scorer(nn.Module):
             hidden, row, token = self.hidden(rollout, rows)
             targets = rollout.ids[to_device(rows, hidden.device)[row], token]
             score = self._score_checkpointed if torch.is_grad_enabled() else self._score
-            chunks = max(
-                1, -(-len(token) // self.chunk_tokens)
-            )  # equal chunks: a 1-token chunk would recompile
+            # equal chunks: a 1-token chunk would recompile
+            chunks = max(1, -(-len(token) // self.chunk_tokens))
             pairs = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
             scores = [score(states, ids, rollout.temperature) for states, ids in pairs]
         logp, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
@@ -95,9 +94,8 @@ class Scorer(nn.Module):
             return self._embed(rollout.ids[to_device(rows, device), :length])
         groups, index = torch.unique(rows // G, return_inverse=True)
         groups, index, path = (to_device(x, device) for x in (groups, index, rows % G))
-        ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(
-            1, 2
-        )  # (g, length, G)
+        # (g, length, G)
+        ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(1, 2)
         inputs = blend(self._embed(ids), rollout.mix[groups, :length], rollout.lambda_blend)
         return inputs[index, :, path]
 

@@ -125,9 +125,8 @@ class TokenBudget:
         """The fewest of any process, by a trial whose gradients are dropped; 0 where not one row fits."""
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         sharded = isinstance(scorer, FSDPModule)
-        wanted = (
-            ENOUGH_TOKENS if sharded else self.most
-        )  # as in the run: layers are compiled for what they see
+        # as in the run: layers are compiled for what they see
+        wanted = ENOUGH_TOKENS if sharded else self.most
         fits = None
         while fits is None:
             rows = micro_batches(rollout, wanted)[0]
@@ -216,9 +215,8 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
             break
         except torch.OutOfMemoryError as error:
             in_last = len(results) == len(batches) - 1
-            if isinstance(scorer, FSDPModule) or (
-                in_last and not alone
-            ):  # the other processes wait for this one
+            # the other processes wait for this one
+            if isinstance(scorer, FSDPModule) or (in_last and not alone):
                 problem = f"{who}out of memory with {budget.tokens} tokens at once"
                 raise RunError(f"{problem}: set --micro_batch_tokens lower, or {REMEDIES}") from error
             if not budget.lower(rollout, batches):

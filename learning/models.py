@@ -48,9 +48,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
         setattr(text_config, key, 0.0)
     how = dict(config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     model, loading_info = _from_pretrained(AutoModelForCausalLM, name, **how)
-    if missing := sorted(
-        loading_info["missing_keys"]
-    ):  # transformers draws them at random and prints a table
+    # transformers draws them at random and prints a table
+    if missing := sorted(loading_info["missing_keys"]):
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
         raise SettingError("model", name, f"{what}: it is half a model, or its config.json is another's")
     for module in model.modules():

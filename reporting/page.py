@@ -194,9 +194,8 @@ def page(folder):
     template = TEMPLATE.read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)[1]
     filled = {
-        "HASH": _base64(
-            hashlib.sha256(script.encode()).digest()
-        ),  # the page's policy lets this script run only
+        # the page's policy lets this script run only
+        "HASH": _base64(hashlib.sha256(script.encode()).digest()),
         "TITLE": html.escape(name),
         "CURVES": _picture(folder / "curves.svg"),
         "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # nothing can end the block

@@ -82,9 +82,8 @@ class Checkpoints:
         temporary, target = self.folder / TEMPORARY, self.folder / f"checkpoint-{step}"
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(self.learner.policy, self.learner.tokenizer, temporary, torch.float32, weights)
-        if (
-            not self.config.lora_r
-        ):  # transformers renames the experts of some models: save them under ours too
+        # transformers renames the experts of some models: save them under ours too
+        if not self.config.lora_r:
             files = temporary.glob("*.safetensors")
             written = {name for file in files for name in safe_open(file, "pt").keys()}
             names = [name for name, _ in self.learner.policy.named_parameters() if name not in written]

@@ -103,9 +103,8 @@ def save_best(run):
     """Save the policy into output_dir/best. Every process must call it."""
     _save_policy(run, run.folder / "best")
     if run.accelerator.is_main_process:
-        shutil.copy(
-            run.folder / "run_config.yaml", run.folder / "best"
-        )  # grpo_eval.py reads the format from it
+        # grpo_eval.py reads the format from it
+        shutil.copy(run.folder / "run_config.yaml", run.folder / "best")
 
 
 def _save_policy(run, folder):
