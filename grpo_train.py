@@ -22,7 +22,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from errors import SettingError
 from learning.inspection import debug_every, inspect_group
-from learning.learner import make_learner
+from learning.learner import NOT_FINITE, make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, load_models, load_tokenizer, refresh
 from learning.parallel import max_over_processes
@@ -90,8 +90,8 @@ class Config(TrainConfig):
     )
     rollout_is: str = setting(
         "none",
-        "token: each token's loss counts min(pi / mu, rollout_is_cap), pi by the update's forward and mu by "
-        "the sampler; none: the ratio is only logged",
+        "token: each token's loss counts min(p / q, rollout_is_cap), p its probability by the update's "
+        "forward and q by the sampler's; none: logp_diff only logs how far apart they are",
     )
     rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS), in_card=True)
@@ -200,13 +200,16 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None, dataset=None):
-    """Run a whole training; from Python with (function, weight) pairs and a list of Problems of your own."""
+def train(config, reward_functions=None, problems=None):
+    """Run a training; (function, weight) pairs and Problems given here replace those of the settings."""
+    if problems is not None and config.warm_start != "none":
+        remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
+        raise SettingError("warm_start", config.warm_start, remedy)
     with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         tokenizer = load_tokenizer(start, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer, problems=dataset)
+        problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
         policy, sampler, reference = load_models(config, start, tokenizer, run.device)
         check_positions(policy, problems + held_out, config)
         decoder = GroupDecoder(
@@ -241,7 +244,7 @@ def train(config, reward_functions=None, dataset=None):
 
             # 4. mu optimiser steps on the clipped loss, KL inside; then the sampler sees the new weights.
             learning_rate = learner.schedule.get_last_lr()[0]
-            inspection = inspect_group(run, sampler, decoder, sampled, step)  # by the weights that sampled
+            inspection = inspect_group(run, sampler, decoder, sampled, step)  # with the weights that sampled
             with run.timed("update_seconds"):
                 update_metrics = update(learner, sampled.rollout, advantages, config)
                 update_shown = refresh(sampler, policy)
@@ -258,7 +261,7 @@ def train(config, reward_functions=None, dataset=None):
                 **speed_metrics(run, sampled.rollout),
             }
             log_rollouts(run, sampled, right, advantages, inspection)
-            run.finish_step(metrics, batch)
+            run.finish_step(metrics, sampled.batch)  # evaluates, saves and stops when it is time
     return TrainingResult(run.folder, run.metrics)
 
 
@@ -298,15 +301,16 @@ def all_equal(groups):
 
 
 def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_length):
-    """What each token's term counts in the loss: mask (n, T) -> (n, T). All normalisers are of the global
-    batch (I3).
+    """What each token's term counts in the loss: mask (n, T) -> (n, T).
 
-    num_sequences: N over all processes, masked rows counted. num_tokens: unmasked tokens over all processes.
+    All normalisers are of the global batch, so that no cut of it changes a gradient. num_sequences: N over
+    all processes, masked rows counted. num_tokens: unmasked tokens over all processes.
     """
     if loss_type == "grpo":
         return mask / mask.sum(-1, keepdim=True).clamp(min=1) / num_sequences
     if loss_type == "dapo":
         return mask / max(num_tokens, 1)
+    assert loss_type == "dr_grpo", loss_type
     return mask / (num_sequences * max_completion_length)
 
 
@@ -336,8 +340,7 @@ def k3_divergence(logp, ref_logp):
 
 
 def importance_weights(old_logp, sampler_logp, cap):
-    """Truncated importance sampling: pi of the update's forward over mu of the sampler's, at most `cap`, (n,
-    T).
+    """Truncated importance sampling: exp(old_logp - sampler_logp), at most `cap`, (n, T).
 
     https://fengyao.notion.site/off-policy-rl
     """
@@ -384,17 +387,17 @@ class Sampled:
 
 
 def sample(run, decoder, batch, step, groups=None, retry=0):
-    """Completions for some groups of a step's batch, by default those of this process; None for no group.
+    """Completions for some groups of a step's batch, by default those of this process; None for no groups.
 
-    The draws of a row depend on its number in the batch, not on who samples it. Raises Stopped in the middle
-    where the run is told to stop; all processes must call it.
+    The draws of a row depend on its number in the batch, not on the process that samples it. Raises Stopped
+    where the run is told to stop meanwhile; all processes must call it.
     """
     groups = run.local_groups if groups is None else groups
     return run.interruptible(decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry))
 
 
 def sample_groups(config, decoder, batch, step, groups, retry=0):
-    """`sample` without an ear for signals."""
+    """The same, not interruptible, for given groups."""
     if not groups:
         return None
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
@@ -435,7 +438,9 @@ def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rew
         local = [i for i in silent if i in run.local_groups]
         new = sample(run, decoder, sampled.batch, step, local, retry)
         if new is not None:
-            _score_rows(config, reward_functions, new, step, gather=lambda values: [])  # others may have none
+            _score_rows(
+                config, reward_functions, new, step, gather=lambda values: []
+            )  # not all processes come here
             first = run.local_groups.start
             sampled.take_groups([i - first for i in local], new, decoder.tables.pad_id)
         rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
@@ -452,12 +457,12 @@ class LossInputs:
     mask: torch.Tensor  # tokens that count in the loss
     weights: torch.Tensor
     old_logp: torch.Tensor  # of the policy before the first optimiser step; the first pass writes it
-    ref_logp: torch.Tensor  # likewise
+    ref_logp: torch.Tensor  # of the reference; the first pass writes it
 
 
 @torch.enable_grad()  # a user's reward file that runs a model may have switched gradients off
 def update(learner, rollout, advantages, config):
-    """mu optimiser steps on one rollout; returns metrics. Micro-batches change memory, not gradients (I3)."""
+    """mu optimiser steps on one rollout; returns metrics. Micro-batches change memory, not gradients."""
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
@@ -479,13 +484,13 @@ def update(learner, rollout, advantages, config):
         loss_of_rows = partial(rows_loss, learner, inputs, config, iteration == 0)
         losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows), strict=True)
         if iteration == 0:
-            largest_difference = max(float(found.pop("logp_diff_max")) for found in row_sums)
+            largest_difference = max(float(row_sum.pop("logp_diff_max")) for row_sum in row_sums)
         has_stepped, norm = learner.step(losses)
         norms.append(norm)
         if not has_stepped:
-            skipped = {"skipped": "loss or gradient not finite"}
-        for found in row_sums:
-            sums |= {name: sums.get(name, 0) + value for name, value in found.items()}
+            skipped = {"skipped": NOT_FINITE}
+        for row_sum in row_sums:
+            sums |= {name: sums.get(name, 0) + value for name, value in row_sum.items()}
     totals = learner.sum_over_processes(*(value.float() for value in sums.values()))
     totals = dict(zip(sums, totals, strict=True))
     loss, logp_diff = totals.pop("loss"), totals.pop("logp_diff")

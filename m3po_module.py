@@ -1,15 +1,16 @@
 """Cross-path interaction of M3PO: the paths of a group look at each other, and their inputs are blended.
 
-Pure functions of tensors, used alike by the decoder (one step at a time) and by the training forward (all
-steps at once). B groups (one a prompt), G paths a group, F features of a path, E embedding width. p_i is the
-next-token distribution of path i, e_i the embedding of the token it sampled, h_i its next input:
+Pure functions of tensors, for the decoder in plain torch (decoding/kernels.py does the same on CUDA) and for
+the training forward, which blends all steps at once. B groups (one a prompt), G paths a group, F features of
+a path, E embedding width. p_i is the next-token distribution of path i, e_i the embedding of the token it
+sampled, h_i its next input:
 
     S_ij = cos(p_i, p_j)
     A_i. = softmax over the other thinking paths j of S_ij / tau
     h_i = (1 - lambda) e_i + lambda sum_j A_ij e_j
 
 The M3PO paper writes a zero for a left-out pair *before* the softmax, where exp(0) would still give it
-weight. Its stated intention, no contribution, is what is built: a left-out pair has weight 0.
+weight. Its stated intention is no contribution, and that is done here: such a pair has weight 0.
 """
 
 import torch
@@ -38,8 +39,7 @@ def weights_from_similarity(similarity, thinking, temperature):
 
 
 def cross_path_weights(features, thinking, temperature):
-    """How much each path listens to each other: features (B, G, F), thinking (B, G) bool -> (B, G, G)
-    float32.
+    """Weights [b, i, j] that path i gives to path j: features (B, G, F), thinking (B, G) bool -> (B, G, G).
 
     A row sums to 1, or to 0 where its path does not think or no other path does. The diagonal is 0.
     """

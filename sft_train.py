@@ -1,5 +1,4 @@
-"""Supervised training: the same prompts, worked solutions written in the chosen answer format, loss on the
-response only.
+"""Supervised training on worked solutions in the chosen answer format; the loss is on the response only.
 
     python sft_train.py --model DIR --dataset gsm8k --output_dir sft_model
 
@@ -20,7 +19,7 @@ from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from errors import DataError, SettingError
-from learning.learner import make_learner
+from learning.learner import NOT_FINITE, make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard
 from problems.prompts import Prompting, prepare_problems
@@ -59,7 +58,9 @@ class Config(TrainConfig):
         "linear", "learning rate after the warm-up", in_card=True
     )
     warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
-    unique_train_examples: int | None = setting(None, "train on the first N problems only (default: all)")
+    unique_train_examples: int | None = setting(
+        None, "train on the first N responses that are left (default: all)"
+    )
     eval_problems: int = setting(
         0, "held-out problems, cut from the training split by hash; 0: none", inherited=True
     )
@@ -123,7 +124,7 @@ def train(config, outer=None):
         problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
         pairs = responses(problems, tokenizer, config)
         policy = load_policy(config, config.model, tokenizer, run.device)
-        check_positions(policy, problems, config)
+        check_positions(policy, problems + held_out, config)
         sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
         decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
         total = steps_to_do(config, len(pairs))
@@ -134,10 +135,9 @@ def train(config, outer=None):
             return held_out_accuracy(run, decoder, held_out)
 
         run.open(learner, problems, evaluate, total, total)
-        counts = (
-            f"{len(pairs)} problems, {skipped} prompts and {len(problems) - len(pairs)} solutions too long"
-        )
-        run.say(f"supervised: {counts}, {total} steps of {config.batch_size}")
+        if not run.is_finished:
+            used = f"{len(pairs)} of {len(problems)} problems, {skipped} prompts too long"
+            run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
 
         for _ in run.steps(evaluate_first=False):
             with run.timed("step_seconds"):
@@ -156,7 +156,7 @@ def train(config, outer=None):
                 "grad_norm": norm,
                 "learning_rate": learning_rate,
                 "tokens": tokens,
-                **({} if has_stepped else {"skipped": "loss or gradient not finite"}),
+                **({} if has_stepped else {"skipped": NOT_FINITE}),
             }
             run.finish_step(metrics, [problem for problem, _ in chosen])
     return run.folder

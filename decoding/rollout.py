@@ -57,7 +57,9 @@ class Rollout:
     thinking: torch.Tensor  # (N, T) bool, whether the path still thinks after this token
     num_generations: int
     temperature: float
-    mix: torch.Tensor | None = None  # (B, T, G, G) float32, who listened to whom in the input of token t
+    mix: torch.Tensor | None = (
+        None  # (B, T, G, G) float32, [b, t, i, j]: weight of path j in path i's input after token t
+    )
     lambda_blend: float = 0.0
     input_change: torch.Tensor | None = None  # (N, T) float32, |h - e| / |e|
 
@@ -67,7 +69,7 @@ class Rollout:
 
     @functools.cached_property
     def sizes(self):
-        """Tokens of each row's prompt and completion: two lists of N. The device is asked once."""
+        """Tokens of each row's prompt and completion: two lists of N; one device sync."""
         prompts = [len(prompt) for prompt in self.prompts for _ in range(self.num_generations)]
         return prompts, self.lengths.tolist()
 
@@ -109,7 +111,7 @@ def _widened(tensor, width, value):
 def rollout_uniforms(seed, step, retry, rows, length):
     """The draws of one rollout, (rows of all processes, length) in [0, 1), made on the CPU.
 
-    A function of (seed, step, retry) alone (I10); fewer rows are the first ones of more.
+    A function of (seed, step, retry) and the length; fewer rows are the first ones of more.
     """
     generator = torch.Generator().manual_seed(
         int(np.random.SeedSequence((seed, step, retry)).generate_state(1, np.uint64)[0] >> 1)
@@ -138,6 +140,6 @@ def _pad(rows, pad_id, left):
 
 
 def to_device(values, device):
-    """A list of whole numbers, or a CPU tensor, on the device; the host waits for nothing."""
+    """A list of whole numbers, or a CPU tensor, on the device, without a device sync."""
     tensor = torch.as_tensor(values, dtype=None if torch.is_tensor(values) else torch.long)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

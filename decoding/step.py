@@ -1,6 +1,6 @@
 """One decode step in plain torch: sample, end of thinking, end of text, mixing weights, blend.
 
-kernels.py is its twin in Triton. n of R rows are being decoded; B groups of G paths, T completion tokens, V
+kernels.py does the same in Triton. n of R rows are being decoded; B groups of G paths, T completion tokens, V
 real ids, W logits of a row (V padded to whole blocks), E embedding width.
 """
 
@@ -16,14 +16,14 @@ from m3po_module import blend, cosines, weights_from_similarity
 def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block=LOGIT_BLOCK):
     """Draw a token of softmax(logits / temperature) over the `real` ids.
 
-    The first whose cumulative probability passes u, never one of probability 0. logits (n, W) of any float
+    Inverse-CDF sampling; a token of probability 0 is never drawn. logits (n, W) of any float
     type; uniforms (n,), or None for the likeliest. Returns tokens (n,), their log-probs (n,), and each row's
     largest logit (n,) at temperature 1. Sums over blocks give the block, then sums within it the token: one
     pass over the logits.
     """
     if logits.shape[-1] % block:
         logits = F.pad(logits, (0, -logits.shape[-1] % block), value=IMPOSSIBLE)
-    sharpness = temperature
+    given_temperature = temperature
     if top_k > 0 or top_p < 1:
         logits, temperature = keep_top(real_scores(logits, temperature, real), top_k, top_p), 1.0
     blocks = real_scores(logits, temperature, real).view(logits.shape[0], -1, block)
@@ -42,7 +42,7 @@ def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block
     else:
         index, _ = _first_beyond((inside - inside.amax(-1, keepdim=True)).exp(), rest)
     logp = inside.gather(1, index) - top - mass.sum(-1, keepdim=True).log()
-    return ids.gather(1, index).squeeze(1), logp.squeeze(1), (top * sharpness).squeeze(1)
+    return ids.gather(1, index).squeeze(1), logp.squeeze(1), (top * given_temperature).squeeze(1)
 
 
 def real_scores(logits, temperature, real):
@@ -68,7 +68,7 @@ def _first_beyond(weights, fraction):
 
 
 def keep_top(logits, top_k, top_p):
-    """For evaluation: impossible outside the top_k ids (0: all) and the smallest set of mass top_p."""
+    """Keep the top_k ids (0: all) and the smallest set of mass top_p (evaluation only)."""
     if top_k > 0:
         lowest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < lowest, IMPOSSIBLE)
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """What a step is specialised on: on CUDA each kind is captured on its own."""
+    """What a step is specialised on: on CUDA each kind is captured separately."""
 
     greedy: bool
     top_k: int

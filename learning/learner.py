@@ -14,6 +14,8 @@ from learning.log_probs import make_scorer
 from learning.memory import REMEDIES, TokenBudget, within_memory
 from learning.parallel import distribute, whole
 
+NOT_FINITE = "loss or gradient not finite"  # why a step was not taken
+
 
 @dataclass
 class Learner:
@@ -34,7 +36,8 @@ class Learner:
         """Gradients of loss_of_rows(rows) -> (loss, sums) over micro-batches that fit into memory; returns
         its results.
 
-        The loss is a sum over the global batch: data parallelism averages, hence the number of processes.
+        The loss is a sum over the global batch: DDP averages gradients, so it is multiplied by the number of
+        processes.
         """
 
         def one_batch(rows, counts):
@@ -48,7 +51,7 @@ class Learner:
         """Clip the gradients, then step; returns (whether it stepped, gradient norm before clipping).
 
         A loss or gradient that is not finite, on any process, changes no weight. The schedule goes on either
-        way, and the gradients are spent.
+        way, and the gradients are cleared.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.max_grad_norm or math.inf)
         norm = whole(norm)
@@ -72,7 +75,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer."""
     scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
-    optimizer, schedule = make_optimizer(policy, config, total_steps)  # of weights that are sharded by now
+    optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
     return Learner(
         accelerator=accelerator,
         policy=policy,

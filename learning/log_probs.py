@@ -20,7 +20,7 @@ from m3po_module import blend
 class Head(NamedTuple):
     """How the raw output of a model's head becomes logits.
 
-    Scalars are tensors (), since a compiler would move floats to the CPU.
+    Scalars are tensors (): torch.compile would put Python floats on the CPU.
     """
 
     temperature: torch.Tensor
@@ -71,7 +71,7 @@ class Scorer(nn.Module):
         sizes and waits for nothing here.
         """
         device, rows = rollout.ids.device, torch.as_tensor(rows)
-        sizes = torch.tensor([[sizes[n] for n in rows.tolist()] for sizes in rollout.sizes])  # (2, n)
+        sizes = torch.tensor(rollout.sizes)[:, rows]  # (2, n) of prompts and completions
         longest_completion, predicted = max(int(sizes[1].max()), 1), int(sizes[1].sum())
         L = int(sizes.sum(0).max()) - 1  # the last token predicts nothing
         indices, prompts, completions = to_device(torch.stack([rows, *sizes]), device)
@@ -107,9 +107,8 @@ class Scorer(nn.Module):
     def _score(self, hidden, targets, temperature):
         raw = self.model.get_output_embeddings()(hidden)  # (m, W), the only place where logits exist
         cap = softcap(self.model)
-        temperature, cap = (
-            x if x is None else torch.full((), x, device=raw.device) for x in (temperature, cap)
-        )
+        temperature = torch.full((), temperature, device=raw.device)
+        cap = None if cap is None else torch.full((), cap, device=raw.device)
         head = Head(temperature, cap, self.tables.num_real, self.tables.missing)
         return TokenScores.apply(raw, targets, head, self.formulas)
 
@@ -118,7 +117,7 @@ class Scorer(nn.Module):
 
 
 def make_scorer(model, tables, config):
-    """The Scorer of a run, for a model that is only scored from now on.
+    """The Scorer of a model that from now on only scores rollouts.
 
     Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
     """
@@ -140,7 +139,7 @@ class TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        grad = grad.clone()  # a view of a larger tensor would recompile
+        grad = grad.clone()  # a view of a larger tensor would trigger a recompilation
         return ctx.gradient(*ctx.saved_tensors, grad, ctx.head), None, None, None
 
 
@@ -173,7 +172,7 @@ def logits_gradient(raw, targets, log_norm, grad, head):
 def compile_layers(model):
     """Compile the decoder layers, in place: they share one code, compiled once for any number of tokens."""
     torch._dynamo.config.optimize_ddp = False  # it would cut each layer where a bucket of gradients ends
-    # one row, few tokens, many; with gradients and without; and again for the reference
+    # {one row, few tokens, many} x {with gradients, without} x {policy, reference}
     torch._dynamo.config.recompile_limit = 16
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():

@@ -202,7 +202,7 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
     """one_batch(rows, counts) for the micro-batches of one optimiser step; returns a list of its results.
 
     `counts` is 1, or 0 for a micro-batch that is only there to keep step with other processes. Out of memory:
-    the gradients so far are dropped and the step begins again with half the budget, to the same result (I3).
+    the gradients so far are dropped and the step begins again with half the budget, to the same result.
     """
     if budget.tokens is None:
         budget.find(accelerator, scorer, rollout)

@@ -29,8 +29,7 @@ def load_tokenizer(name, trust_remote_code=False):
 
 
 def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
-    """A causal model in `dtype` with every dropout probability 0 (I11: log-probs that enter a ratio are not
-    random).
+    """A causal model in `dtype` without dropout: log-probs that enter a ratio must not be random.
 
     It remembers its source_dtype and source_dropout, in which it is saved. `tiny` is a fresh Llama-shaped
     model of about 200,000 parameters for the arithmetic problems.
@@ -114,7 +113,7 @@ def load_policy(config, name, tokenizer, device):
     """The model that is trained: float32, or with LoRA a frozen base in the sampler's dtype and float32
     adapters.
 
-    In train mode: gradient checkpointing needs it; every dropout is 0 (I11).
+    In train mode: gradient checkpointing needs it; every dropout is 0.
     """
     dtype = rollout_dtype(config) if config.lora_r else torch.float32
     policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code)

@@ -221,7 +221,7 @@ def _with_prefix(prefix, tensors):
 
 
 def _as_sharded(value, parameter):
-    """A whole tensor as the parameter holds its own: on its device, sharded where it is."""
+    """A full tensor, moved and sharded like the parameter."""
     value = value.to(parameter.device)
     if isinstance(parameter, DTensor):
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)

@@ -92,7 +92,7 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
     """One line a completion into rollouts.jsonl; the first log_groups groups carry tokens, log-probs and
     mixing weights.
 
-    inspection: what `inspect_group` found of this process's first group; tokens that would have been others
+    inspection: the result of `inspect_group`; tokens that would have been others
     without listening are named in its lines.
     """
     config, records = run.config, []

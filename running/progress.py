@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-MENDS = {
-    "unearned": "no completion has earned anything for {} steps. It usually helps: a supervised warm start "
+ADVICE = {
+    "unearned": "no completion has earned anything for {} steps. What usually helps: a supervised warm start "
     "(--warm_start), easier problems, an answer_format the model knows (see --check).",
-    "format_only": "for {} steps every completion earned the same, and none was right. The format is learnt "
-    "and the answers are gone; it usually helps: a warm start, a lower learning_rate, a larger "
-    "num_generations.",
+    "format_only": "for {} steps all completions of each group earned the same, and none was right. The "
+    "format is learnt and the answers are gone; what usually helps: a warm start, a lower learning_rate, "
+    "a larger num_generations.",
 }
 
 
@@ -23,7 +23,7 @@ class Progress:
     train_seconds: float = 0.0
     bad_steps: int = 0  # latest steps in a row whose loss or gradient was not finite
     unearned_steps: int = 0  # latest steps in a row in which no completion earned anything
-    format_only_steps: int = 0  # likewise, in which all completions earned the same and none was right
+    format_only_steps: int = 0  # likewise, in which each group earned the same and none was right
     best: float = -1.0  # held-out accuracy
     since_best: int = 0  # evaluations since then
     unlogged: dict | None = None  # metrics of the last step, if a signal interrupted its evaluation
@@ -42,15 +42,15 @@ class Progress:
     def collapse_warning(self, metrics, patience):
         """Count steps whose rewards carry no information; a warning when there are `patience` in a row."""
         earned_nothing = metrics["reward"] == metrics["reward_std"] == 0
-        none_right = (
+        format_only = (
             metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1
         )
         self.unearned_steps = self.unearned_steps + 1 if earned_nothing else 0
-        self.format_only_steps = self.format_only_steps + 1 if none_right else 0
+        self.format_only_steps = self.format_only_steps + 1 if format_only else 0
         if patience and self.unearned_steps == patience:
-            return "WARNING: " + MENDS["unearned"].format(patience)
+            return "WARNING: " + ADVICE["unearned"].format(patience)
         if patience and self.format_only_steps == patience:
-            return "WARNING: " + MENDS["format_only"].format(patience)
+            return "WARNING: " + ADVICE["format_only"].format(patience)
         return None
 
 
@@ -58,11 +58,11 @@ def next_problems(problems, count, run):
     """The next `count` problems, in an order that each pass over the data draws anew from (seed, pass)."""
     indices, orders = [], {}
     for position in range(run.problems_drawn, run.problems_drawn + count):
-        passes, offset = divmod(position, len(problems))
-        if passes not in orders:
-            generator = torch.Generator().manual_seed((run.config.seed << 20) + passes)
-            orders[passes] = torch.randperm(len(problems), generator=generator).tolist()
-        indices.append(orders[passes][offset])
+        pass_number, offset = divmod(position, len(problems))
+        if pass_number not in orders:
+            generator = torch.Generator().manual_seed((run.config.seed << 20) + pass_number)
+            orders[pass_number] = torch.randperm(len(problems), generator=generator).tolist()
+        indices.append(orders[pass_number][offset])
     run.problems_drawn += count
     return [problems[i] for i in indices]
 

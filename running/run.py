@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from errors import Interrupted, RunError, Stopped
+from learning.learner import NOT_FINITE
 from learning.parallel import max_over_processes, shard
 from reporting.files import FINISHED
 from running.checkpoint import Checkpoints, finished_steps
@@ -20,11 +21,10 @@ from running.stop import Stop
 
 
 class Run:
-    """What surrounds the steps of a training. `with Run(config, shown) as run`, then `open`, then `for step
-    in run.steps()`.
+    """What surrounds the steps: `with Run(...) as run`, `run.open(...)`, `for step in run.steps()`.
 
-    A run that is told to stop saves what is finished and ends the process with 128 + the signal. shown:
-    {metric: label} of the readable line of a step. outer: the run that this one is the warm start of.
+    On SIGTERM, SIGINT, SIGUSR1 or at its time limit a run saves the finished steps and exits with 128 + the
+    signal. shown: {metric: label} of a step's line. outer: the run that this one is the warm start of.
     """
 
     def __init__(self, config, shown, outer=None):
@@ -32,7 +32,7 @@ class Run:
         self.progress, self.saved_step, self.is_finished = Progress(), 0, False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
         self.seconds = {}  # of the parts of this step
-        self.problems_drawn = 0  # this step's problems included
+        self.problems_drawn = 0  # this step's included; those of progress are without
 
     def __enter__(self):
         self.accelerator = start_processes(self.config)
@@ -56,7 +56,7 @@ class Run:
         evaluate(): metrics on the held-out problems. steps: length of an outer iteration, of `total` steps in
         all.
         """
-        self.learner, self.evaluate, self.steps_each, self.total = learner, evaluate, steps, total
+        self.learner, self.evaluate, self.steps_per_iteration, self.total = learner, evaluate, steps, total
         self.folder, self.lock = lock_folder(self.config, self.accelerator)
         self.checkpoints = Checkpoints(self, problems)
         finished = finished_steps(self.folder / FINISHED) if self.config.resume else 0
@@ -98,7 +98,7 @@ class Run:
         progress.problems_drawn = self.problems_drawn
         progress.train_seconds += sum(self.seconds.values())
         metrics = {"step": progress.step, **metrics, **self.seconds, "train_seconds": progress.train_seconds}
-        is_bad = "not finite" in metrics.get("skipped", "")
+        is_bad = metrics.get("skipped") == NOT_FINITE
         progress.bad_steps = progress.bad_steps + 1 if is_bad else 0
         if is_bad:
             metrics["bad_examples"] = [p.problem.id for p in batch]
@@ -118,7 +118,7 @@ class Run:
         self._refuse_bad_steps(metrics)
         if not self.is_last:
             self.raise_if_stopped()
-        is_end_of_iteration = progress.step % self.steps_each == 0 or self.is_last
+        is_end_of_iteration = progress.step % self.steps_per_iteration == 0 or self.is_last
         if config.save_every and (progress.step % config.save_every == 0 or is_end_of_iteration):
             self.save_checkpoint()
 
@@ -128,7 +128,7 @@ class Run:
 
     def _evaluate(self):
         """Metrics on the held-out problems; the best model so far is kept."""
-        progress, evaluation = self.progress, self.evaluate()
+        evaluation, progress = self.evaluate(), self.progress
         progress.since_best += 1
         if evaluation["eval_accuracy"] > progress.best:
             progress.best, progress.since_best = evaluation["eval_accuracy"], 0
@@ -153,8 +153,8 @@ class Run:
         if count >= self.config.max_bad_steps:
             raise RunError(
                 f"{count} steps in a row had a loss or gradient that is not finite, the last on problems "
-                f"{metrics['bad_examples']}; no weight was changed by them: lower learning_rate, or go on "
-                "from the last checkpoint with --resume true"
+                f"{metrics['bad_examples']}; a pass that is not finite changes no weight: lower "
+                "learning_rate, or go on from the last checkpoint with --resume true"
             )
 
     def save_checkpoint(self):
@@ -163,7 +163,8 @@ class Run:
 
     def save_and_leave(self):
         """Save what is not saved yet, and end with 128 + the signal. All processes must call it."""
-        number, kept = self.stop.agreed(), "nothing new to save"
+        number = self.stop.agreed()
+        kept = "nothing new to save"
         if self.checkpoints is not None and self.progress.step > self.saved_step:
             self.save_checkpoint()
             kept = f"saved checkpoint-{self.progress.step}"

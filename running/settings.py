@@ -56,14 +56,16 @@ class TrainConfig:
         inherited=True,
     )
     split: str = setting(
-        "train", "split to train on, less the held-out problems; the test split is never read", inherited=True
+        "train", "split to train on, less the held-out problems; no other split is read", inherited=True
     )
     question_column: str | None = setting(
         None, "column of the question, where its name is not a usual one", inherited=True
     )
     answer_column: str | None = setting(None, "column of the answer", inherited=True)
     solution_column: str | None = setting(None, "column of the worked solution", inherited=True)
-    limit: int | None = setting(None, "train on the first N problems only", inherited=True)
+    limit: int | None = setting(
+        None, "use the first N problems of the data only, held-out ones included", inherited=True
+    )
     answer_format: str = setting(
         "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), inherited=True, in_card=True
     )

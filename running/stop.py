@@ -8,15 +8,14 @@ from learning.parallel import max_over_processes
 
 
 class Stop:
-    """Remembers that a signal came, or that the time is over; a Ctrl-C more than a second after that leaves
-    at once.
+    """Remembers that a signal came, or that the time is over; a second Ctrl-C leaves at once.
 
-    A cluster and the process that started this one may both send the same signal, so a second one within a
-    second is not taken for another. `restore` puts back the handlers that were there before.
+    A second signal within one second is ignored: a cluster and the launcher may both send it. `restore` puts
+    back the handlers that were there before.
     """
 
     def __init__(self, minutes=None):
-        self.number, self.came_at = 0, 0.0
+        self.number, self.received_at = 0, 0.0
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
         names = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup switches it off
@@ -28,10 +27,10 @@ class Stop:
             signal.signal(name, handler)
 
     def _remember(self, number, frame):
-        if self.number and number == signal.SIGINT and time.monotonic() - self.came_at > 1.0:
+        if self.number and number == signal.SIGINT and time.monotonic() - self.received_at > 1.0:
             os._exit(128 + number)
         if not self.number:
-            self.number, self.came_at = number, time.monotonic()
+            self.number, self.received_at = number, time.monotonic()
 
     def asked(self):
         """The signal to stop for, 0 where there is none; SIGTERM when the time limit is reached."""

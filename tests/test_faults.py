@@ -53,7 +53,7 @@ ROOT = Path(grpo_train.__file__).parent
 
 FLAT = {
     "0.0": "no completion has earned anything for 2 steps",
-    "0.8": "every completion earned the same, and none was right",
+    "0.8": "all completions of each group earned the same, and none was right",
 }
 
 

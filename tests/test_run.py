@@ -78,7 +78,7 @@ def test_rewards_and_problems_can_be_given_from_python(recipe_start, tmp_path):
 
     settings = dict(batch_size=2, num_generations=2, num_steps=2, max_completion_length=8, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    result = grpo_train.train(config, reward_functions=[(length, 0.5)], dataset=problems)
+    result = grpo_train.train(config, reward_functions=[(length, 0.5)], problems=problems)
     assert result.folder == tmp_path
     assert result.metrics["step"] == 2
     assert result.metrics["reward"] == pytest.approx(0.5 * result.metrics["reward/length"])
