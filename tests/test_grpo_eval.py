@@ -107,12 +107,6 @@ def write_rows(path, rows):
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Evaluations without their pictures, which take longer than the answers of a tiny model."""
-    monkeypatch.setattr(evaluation, "draw_evaluation", lambda *_: None)
-
-
-@pytest.fixture
 def saved(tokenizer, tmp_path):
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
     (tmp_path / "d").mkdir()

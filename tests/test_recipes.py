@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
         "oneshot",
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_every_grpo_config_runs_from_start_to_evaluation(recipe, recipe_start, tmp_path):
     config = config_of(recipe, recipe_start, tmp_path / "out", grpo_train)
     grpo_train.train(config)
