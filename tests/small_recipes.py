@@ -10,7 +10,7 @@ import torch
 import grpo_train
 from running.folder import save_model
 from running.parsing import settings_from_file
-from small_models import build_model
+from small_models import build_model, with_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,7 +25,8 @@ def missing(*packages):
 def recipe_start(tokenizer, tmp_path_factory):
     """A small random model and made-up problems with worked solutions, levels and subjects."""
     folder = tmp_path_factory.mktemp("start")
-    save_model(build_model("llama", tokenizer), tokenizer, folder / "model", torch.float32)
+    model = with_layers(build_model("llama", tokenizer), 1)
+    save_model(model, tokenizer, folder / "model", torch.float32)
     subjects = ("Algebra", "Geometry")
     for split in ("train", "test"):
         rows = [{"problem": f"What is {i} halves?", "solution": f"It is \\boxed{{\\frac{{{i}}}{{2}}}}.", "answer": f"\\frac{{{i}}}{{2}}", "level": 1 + i % 3,

@@ -18,6 +18,7 @@ from problems import sources
 from running import settings as run_settings
 from running.folder import save_model
 from running.parsing import parse_config, settings_from_file
+from small_models import with_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,11 +38,10 @@ def made_once():
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory):
-    """A warm start of 20 steps of the tiny model's first two layers, shared by the tests that need one."""
+    """A warm start of 20 steps of the tiny model's first layer, shared by the tests that need one."""
     start, folder = tmp_path_factory.mktemp("start") / "model", tmp_path_factory.mktemp("warm") / "sft"
     tokenizer = load_tokenizer("tiny")
-    model = load_model("tiny", tokenizer, torch.float32, "cpu")
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    model = with_layers(load_model("tiny", tokenizer, torch.float32, "cpu"), 1)
     save_model(model, tokenizer, start, torch.float32)
     settings = settings_from_file(sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml")
     settings |= dict(model=str(start), dataset="arithmetic", limit=400, batch_size=16, num_steps=20)

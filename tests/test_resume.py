@@ -157,18 +157,17 @@ def test_supervised_training_too(start, tmp_path, monkeypatch):
     assert_same(whole, cut)
 
 
-def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, tmp_path, monkeypatch):
+def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, cut):
     """Its next checkpoint could not be written for want of evaluations.jsonl, and the run ended."""
-    out = tmp_path / "out"
-    run(settings_of(start, out), kill_at=2, monkeypatch=monkeypatch)
-    (out / "evaluations.jsonl").unlink()
-    folder = checkpoints(out)[0]
+    shutil.rmtree(cut / "checkpoint-2")
+    (cut / "evaluations.jsonl").unlink()
+    folder = cut / "checkpoint-1"
     state = json.loads((folder / "training_state.json").read_text())
     del state["logs"]["evaluations.jsonl"], state["settings"]["inspect_every"]
     (folder / "training_state.json").write_text(json.dumps(state))
     checkpoint.seal(folder)
-    run(settings_of(start, out, resume=True))
-    steps = [json.loads(line)["step"] for line in (out / "evaluations.jsonl").read_text().splitlines()]
+    run(settings_of(start, cut, resume=True))
+    steps = [json.loads(line)["step"] for line in (cut / "evaluations.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [2, 4]
 
 
@@ -212,12 +211,9 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("field", LEFT_OUT)
-def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(
-    field, start, uninterrupted, tmp_path, monkeypatch
-):
-    out = tmp_path / "out"
-    run(settings_of(start, out), kill_at=2, monkeypatch=monkeypatch)
-    folder = checkpoints(out)[0]
+def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(field, start, uninterrupted, cut):
+    shutil.rmtree(cut / "checkpoint-2")
+    folder = cut / "checkpoint-1"
     state = json.loads((folder / "training_state.json").read_text())
     tensors = load_file(folder / "training_state.safetensors")
     LEFT_OUT[field](state, tensors)
@@ -225,9 +221,9 @@ def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(
     save_file(tensors, folder / "training_state.safetensors")
     checkpoint.seal(folder)
     with contextlib.suppress(KeyError):  # an optimiser without one of its moments says so itself
-        run(settings_of(start, out, resume=True))
+        run(settings_of(start, cut, resume=True))
         with pytest.raises(AssertionError):
-            assert_same(out, uninterrupted("full"))
+            assert_same(cut, uninterrupted("full"))
 
 
 # Signals
