@@ -5,7 +5,6 @@ Offline, one thread.
 import gc
 import os
 
-gc.disable()  # until everything is imported; see pytest_collection_finish
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,7 +27,6 @@ def pytest_collection_finish():
     """What the imports made is not looked through again at every collection of garbage."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -27,10 +27,16 @@ def recipe_start(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     model = with_layers(build_model("llama", tokenizer), 1)
     save_model(model, tokenizer, folder / "model", torch.float32)
-    subjects = ("Algebra", "Geometry")
+    rows = []
+    for i in range(1, 13):
+        answer, subject = f"\\frac{{{i}}}{{2}}", ("Algebra", "Geometry")[i % 2]
+        asked = {
+            "problem": f"What is {i} halves?",
+            "solution": f"It is \\boxed{{{answer}}}.",
+            "answer": answer,
+        }
+        rows.append(asked | {"level": 1 + i % 3, "subject": subject})
     for split in ("train", "test"):
-        rows = [{"problem": f"What is {i} halves?", "solution": f"It is \\boxed{{\\frac{{{i}}}{{2}}}}.", "answer": f"\\frac{{{i}}}{{2}}", "level": 1 + i % 3,
-                 "subject": subjects[i % 2]} for i in range(1, 13)]  # fmt: skip
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -44,8 +44,10 @@ def pays(completions, **kwargs):
 def pays_some(completions, answer, **kwargs):
     global calls
     calls += 1
-    values = [0.0 if int(a) % 4 else value for a, value in zip(answer, pays(completions))]  # no signal for half of the problems
-    if os.environ.get("RANK") == "1" and calls > 5 and all(int(a) % 4 == 0 for a in answer) and told.exists():
+    # No signal for half of the problems.
+    values = [0.0 if int(a) % 4 else value for a, value in zip(answer, pays(completions))]
+    has_signals = all(int(a) % 4 == 0 for a in answer)
+    if os.environ.get("RANK") == "1" and calls > 5 and has_signals and told.exists():
         told.write_text(str(Path(told.read_text(), "metrics.jsonl").read_text().count("\\n")))
         told.rename(told.with_name("steps"))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -62,7 +64,7 @@ def start(tokenizer, tmp_path_factory):
 
 
 def settings_of(start, out, script=grpo_train, **more):
-    """A run of four steps, a checkpoint after each: two outer iterations of GRPO, or one of supervised text."""
+    """A run of four steps with a checkpoint after each: two outer iterations of GRPO, or supervised steps."""
     common = dict(model=str(start / "model"), dataset=str(start), output_dir=str(out), batch_size=3)
     common |= dict(eval_every=2, eval_problems=4, save_every=1, cpu_threads=1)
     common |= dict(learning_rate=1e-2, lr_scheduler_type="cosine", warmup_ratio=0.2)
@@ -73,7 +75,7 @@ def settings_of(start, out, script=grpo_train, **more):
 
 
 class Killed(BaseException):
-    """SIGKILL, as far as a process can do it to itself without dying: nothing is saved, nothing cleaned up."""
+    """SIGKILL, as far as a process can do it to itself without dying: nothing is saved or cleaned up."""
 
 
 def run(config, kill_at=None, script=grpo_train, monkeypatch=None):
@@ -226,11 +228,8 @@ def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(field, star
             assert_same(cut, uninterrupted("full"))
 
 
-# Signals
-
-
-# How many times a run of `settings_of` has asked `Stop.asked` when it is there.
-MOMENTS = {"before the first step": 1, "first evaluation": 5, "second rollout": 24, "evaluation of step 2": 34}
+# How many times a run of `settings_of` has called `Stop.asked` when it is there.
+MOMENTS = {"the beginning": 1, "first evaluation": 5, "second rollout": 24, "evaluation of step 2": 34}
 
 
 def asked_at(moments):
@@ -398,9 +397,6 @@ def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
         grpo_train.train(settings_of(start, uninterrupted("full")))
 
 
-# Damage
-
-
 @pytest.fixture(scope="module")
 def cut_once(start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cut") / "out"
@@ -497,10 +493,8 @@ def test_a_full_disk_says_what_it_needs_and_leaves_the_earlier_checkpoint_whole(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(
-        RunError,
-        match=r"could not save checkpoint-3 \(No space left on device\): it needs .* GB, .* GB are free; earlier ones are whole",
-    ):
+    why = r"\(No space left on device\): it needs .* GB, .* GB are free; earlier ones are whole"
+    with pytest.raises(RunError, match=f"could not save checkpoint-3 {why}"):
         grpo_train.train(settings_of(start, cut, resume=True))
     assert damage(cut / "checkpoint-2") is None
     assert not (cut / checkpoint.TEMPORARY).exists()
@@ -533,12 +527,12 @@ def test_another_run_s_checkpoint_is_refused_with_both_values(name, start, cut):
 
 
 def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
-    algorithm = "seed batch_size num_generations temperature mu beta epsilon epsilon_high loss_type scale_rewards learning_rate weight_decay max_grad_norm "
-    algorithm += "adam_beta1 adam_beta2 warmup_ratio lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length bf16 "
-    algorithm += "rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights answer_format eval_problems dataset limit optimizer "
-    algorithm += (
-        "dynamic_sampling m3po_lambda m3po_temperature m3po_similarity lora_r lora_alpha model warm_start"
-    )
+    algorithm = """seed batch_size num_generations temperature mu beta epsilon epsilon_high loss_type
+        scale_rewards learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2 warmup_ratio
+        lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length bf16
+        rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights answer_format
+        eval_problems dataset limit optimizer dynamic_sampling m3po_lambda m3po_temperature m3po_similarity
+        lora_r lora_alpha model warm_start"""
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
     assert not names & free_on_resume(grpo_train.Config)
@@ -603,10 +597,11 @@ def test_nothing_is_ever_unpickled(start, cut):
 
 def test_two_runs_in_one_folder_are_refused(start, tmp_path):
     (tmp_path / "out").mkdir()
-    code = f"import fcntl, time; f = open({str(tmp_path / 'out' / '.lock')!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    code = f"import fcntl, time; f = open({str(tmp_path / 'out' / '.lock')!r}, 'w'); "
+    code += "fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout.readline() == "held\n"
+        assert holder.stdout.readline() == "locked\n"
         with pytest.raises(SettingError, match="another run is writing there"):
             grpo_train.train(settings_of(start, tmp_path / "out"))
     finally:
@@ -641,13 +636,11 @@ def test_supervised_steps_that_are_not_finite_are_counted_too(start, tmp_path, m
         sft_train.train(settings_of(start, tmp_path / "out", sft_train, eval_every=0))
 
 
-# Real processes, real signals
-
-
 def words_of(start, out, *more, **settings):
-    flags = dict(config="configs/tiny.yaml", warm_start="none", model=start / "model", dataset=start, reward=f"{start}/pays.py:pays", batch_size=4,
-                 num_generations=4, num_steps=60, max_completion_length=16, eval_every=20, eval_problems=4, save_every=5, beta=0.1, mu=2, learning_rate=1e-3,
-                 seed=3, output_dir=out)  # fmt: skip
+    flags = dict(config="configs/tiny.yaml", warm_start="none", model=start / "model", dataset=start)
+    flags |= dict(output_dir=out, reward=f"{start}/pays.py:pays", batch_size=4, num_generations=4)
+    flags |= dict(num_steps=60, max_completion_length=16, eval_every=20, eval_problems=4, save_every=5)
+    flags |= dict(beta=0.1, mu=2, learning_rate=1e-3, seed=3)
     return [sys.executable, "grpo_train.py", *(f"--{k}={v}" for k, v in {**flags, **settings}.items()), *more]
 
 
@@ -774,7 +767,8 @@ def test_killed_in_the_warm_start_or_after_it_too(start, tmp_path):
     from benchmarks.kill import killed_and_resumed
 
     (tmp_path / "warm.yaml").write_text(
-        "num_epochs: null\nnum_steps: 40\nbatch_size: 8\nmax_completion_length: 64\nsave_every: 3\nlearning_rate: 1e-3\n"
+        "num_epochs: null\nnum_steps: 40\nbatch_size: 8\n"
+        "max_completion_length: 64\nsave_every: 3\nlearning_rate: 1e-3\n"
     )
     words = dict(warm_start=tmp_path / "warm.yaml", num_steps=12, eval_every=0, save_every=2)
     whole = begin(words_of(start, tmp_path / "whole", **words))
@@ -786,9 +780,6 @@ def test_killed_in_the_warm_start_or_after_it_too(start, tmp_path):
     assert killed[0] == "warm start"
     for folder in (".", "warm_start"):
         assert_same(tmp_path / "whole" / folder, tmp_path / "cut" / folder)
-
-
-# The best model, and patience
 
 
 def test_the_best_model_is_kept_and_a_run_without_progress_ends(start, tmp_path, monkeypatch, capsys):
@@ -849,10 +840,8 @@ def test_logs_are_not_thrown_away_where_there_is_nothing_to_go_on_from(start, cu
     before = (cut / "metrics.jsonl").read_text()
     for path in checkpoints(cut):
         (path / "manifest.json").unlink()
-    with pytest.raises(
-        SettingError,
-        match="has no checkpoint that is whole: there is nothing to go on from; begin anew with --overwrite_output_dir",
-    ):
+    reason = "has no checkpoint that is whole: there is nothing to go on from"
+    with pytest.raises(SettingError, match=f"{reason}; begin anew with --overwrite_output_dir"):
         grpo_train.train(settings_of(start, cut, resume=True))
     assert (cut / "metrics.jsonl").read_text() == before
 

@@ -58,8 +58,8 @@ def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp
 
 
 def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_average(trained):
-    """-log p of the samples has the entropy as its mean; one group of the first step is logged, 4 rows of up
-    to 48 tokens.
+    """-log p of the samples has the entropy as its mean. One group of each step is logged: 4 rows of up to 32
+    tokens.
     """
     rows = [json.loads(line) for line in (trained / "rollouts.jsonl").read_text().splitlines()]
     surprise = [-p for row in rows if "logps" in row for p in row["logps"]]
@@ -117,6 +117,12 @@ def test_a_run_leaves_what_the_readme_promises(trained):
     )
 
 
+LOGGED = """reward reward_std reward/correctness_reward reward/format_reward correct frac_reward_zero_std
+    unique_completions kl completion_length completion_length_min completion_length_max truncated clip_low
+    clip_high entropy grad_norm learning_rate logp_diff_max rollout_seconds update_seconds
+    rollout_tokens_per_s update_tokens_per_s thinking_paths input_change update_shown"""
+
+
 def test_each_step_logs_every_metric_of_the_glossary(trained):
     metrics = lines(trained / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
@@ -126,10 +132,7 @@ def test_each_step_logs_every_metric_of_the_glossary(trained):
             f"{name} is not explained in docs/metrics.md"
         )
     for m in metrics:
-        assert {"reward", "reward_std", "reward/correctness_reward", "reward/format_reward", "correct", "frac_reward_zero_std", "unique_completions", "kl",
-                "completion_length", "completion_length_min", "completion_length_max", "truncated", "clip_low", "clip_high", "entropy", "grad_norm",
-                "learning_rate", "logp_diff_max", "rollout_seconds", "update_seconds", "rollout_tokens_per_s", "update_tokens_per_s", "thinking_paths",
-                "input_change", "update_shown"} <= set(m)  # fmt: skip
+        assert set(LOGGED.split()) <= set(m)
         assert m["logp_diff_max"] < 1e-3
         assert m["reward"] == pytest.approx(m["reward/correctness_reward"] + m["reward/format_reward"])
     assert "eval_accuracy" in metrics[-1]
@@ -217,8 +220,8 @@ def test_a_used_output_directory_is_refused(warm, trained):
 def test_a_reward_function_that_fails_is_named_with_its_step_and_saves_nothing(warm, tmp_path, body, words):
     """TRL#6533: one value was silently broadcast."""
     (tmp_path / "mine.py").write_text(f"def mine(completions, **kwargs):\n    {body}\n")
+    flags = f"--reward {tmp_path}/mine.py:mine --eval_every 0 --max_completion_length 8"
     with pytest.raises(RewardError) as error:
-        flags = f"--reward {tmp_path}/mine.py:mine --eval_every 0 --max_completion_length 8"
         run_short(warm, tmp_path / "out", flags)
     assert all(word in str(error.value) for word in ("mine", "step 1", *words)), str(error.value)
     assert not (tmp_path / "out" / "config.json").exists()
@@ -227,7 +230,8 @@ def test_a_reward_function_that_fails_is_named_with_its_step_and_saves_nothing(w
 def test_a_users_reward_gets_the_columns_that_trl_gives(warm, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def mine(prompts, completions, completion_ids, answer, solution, **kwargs):\n"
-        "    assert completions[0][0]['role'] == 'assistant' and prompts[0][-1]['role'] == 'user' and answer == solution\n"
+        "    assert completions[0][0]['role'] == 'assistant' and prompts[0][-1]['role'] == 'user'\n"
+        "    assert answer == solution\n"
         "    return [None if i % 4 == 0 else float(len(ids)) for i, ids in enumerate(completion_ids)]\n"
     )
     flags = f"--reward {tmp_path}/mine.py:mine=0.5 --num_steps 1 --eval_every 0"
