@@ -532,7 +532,7 @@ def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, to
         ]
         for decoder in decoders:
             decoder.tables.is_eos[3::25] = True  # more ends than two ids would give
-        fast, plain = (columns(sampled(d, prompts, G=6, length=32, temperature=0.9)) for d in decoders)
+        fast, plain = (columns(sampled(d, prompts, G=6, length=24, temperature=0.9)) for d in decoders)
         assert [d.engine.backbone.refills for d in decoders] == [True, False]
         assert 0.3 < fast["ended"].float().mean() < 1 or fast["mask"].sum(-1).float().std() > 5, (
             "rows must leave at different times"
