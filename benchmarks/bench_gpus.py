@@ -33,7 +33,12 @@ CASES = {  # shape, prompts a GPU, generations, completion tokens, flags
     "original-recipe": ("1.5b", 7, 12, 400, []),
     "3b-fsdp": ("3b", 8, 8, 256, ["--fsdp", "true"]),
 }
-REWARD = "import zlib\n\ndef chance(completions, **kwargs):\n    return [zlib.crc32(str(c).encode()) % 1000 / 1000 for c in completions]\n"
+REWARD = """
+import zlib
+
+def chance(completions, **kwargs):
+    return [zlib.crc32(str(c).encode()) % 1000 / 1000 for c in completions]
+"""
 COLLECTIVES = """
 import os, time, torch, torch.distributed as dist
 cuda = torch.cuda.is_available()

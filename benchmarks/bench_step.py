@@ -86,7 +86,9 @@ def our_case(case, steps, args, rates, emit):
 
 
 def trl_case(case, steps, emit):
-    """TRL's GRPOTrainer with `generate` on the same shape, prompts and lengths; bf16 weights, micro-batch 16."""
+    """TRL's GRPOTrainer with `generate` on the same shape, prompts and lengths: bf16 weights, micro-batches
+    of 16.
+    """
     from datasets import Dataset
     from tokenizers import pre_tokenizers
     from transformers import TrainerCallback
@@ -116,12 +118,12 @@ def trl_case(case, steps, emit):
     with tempfile.TemporaryDirectory() as folder:
         build(shape).save_pretrained(folder)  # it loads the reference from where the policy came
         tokenizer.save_pretrained(folder)
-        config = GRPOConfig(
-            output_dir=folder, per_device_train_batch_size=16, gradient_accumulation_steps=B * G // 16, num_generations=G, max_completion_length=T,
-            beta=settings["beta"], max_steps=steps + 1, bf16=True, report_to="none", save_strategy="no", logging_steps=1000, gradient_checkpointing=False,
-            temperature=1.0, learning_rate=5e-6, use_vllm=False, disable_tqdm=True,
-            model_init_kwargs=dict(dtype="bfloat16"), generation_kwargs=dict(min_new_tokens=T),
-        )  # fmt: skip
+        sizes = dict(num_generations=G, max_completion_length=T, generation_kwargs=dict(min_new_tokens=T))
+        sizes |= dict(per_device_train_batch_size=16, gradient_accumulation_steps=B * G // 16)
+        training = dict(beta=settings["beta"], max_steps=steps + 1, temperature=1.0, learning_rate=5e-6)
+        training |= dict(bf16=True, model_init_kwargs=dict(dtype="bfloat16"), gradient_checkpointing=False)
+        quiet = dict(report_to="none", save_strategy="no", logging_steps=1000, disable_tqdm=True)
+        config = GRPOConfig(output_dir=folder, use_vllm=False, **sizes, **training, **quiet)
         data = Dataset.from_dict({"prompt": prompts})
         torch.cuda.reset_peak_memory_stats()
         GRPOTrainer(

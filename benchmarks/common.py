@@ -39,7 +39,7 @@ def run_script(*words, env=None, echo=True, seen=None):
 
 
 def evaluate(model, name, folder, *flags):
-    """grpo_eval.py on a directory; returns its report. An evaluation that is there already is not done again."""
+    """grpo_eval.py on a directory; returns its report. One that is there already is not made again."""
     report = Path(folder) / name / "report.json"
     if not report.exists():
         run_script("grpo_eval.py", "--model", model, "--output_dir", folder, "--name", name, *flags)
@@ -107,11 +107,12 @@ def write_results(name, rows, command=None, **more):
     commit = subprocess.run(
         ["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
-    result = {
-        "script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command or " ".join(["python", *map(shown, sys.argv)]), "card": card(), "cpu": cpu(),
-        "versions": versions, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", **more,
-        "rows": [dict(zip(("case", "metric", "value", "unit"), row, strict=True)) for row in rows],
-    }  # fmt: skip
+    command = command or " ".join(["python", *map(shown, sys.argv)])
+    result = {"script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command}
+    result |= {"card": card(), "cpu": cpu(), "versions": versions, "date": time.strftime("%Y-%m-%d")}
+    result |= {"commit": commit or "unknown", **more}
+    names = ("case", "metric", "value", "unit")
+    result["rows"] = [dict(zip(names, row, strict=True)) for row in rows]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(one_line_each(result))
     width = max(len(row[0]) for row in rows)

@@ -1,7 +1,8 @@
 """A small model on GSM8K on one GPU: zero-shot, supervised training, then minutes of GRPO; before and after,
 on the same questions, paired.
 
-    python benchmarks/gsm8k_h100.py --case smollm2-135m --model DIR --data FOLDER --work FOLDER [--stage warm_start] ...
+    python benchmarks/gsm8k_h100.py --case smollm2-135m --model DIR --data FOLDER --work FOLDER
+        [--stage warm_start] ...
 
 Cases: qwen-coder-0.5b, a supervised epoch and 6.5 minutes of GRPO with M3PO; smollm2-135m, three epochs and 4
 minutes; qwen-multi-reward, an epoch and 4 minutes with the five rewards of configs/multi_reward.yaml. Each
@@ -23,14 +24,22 @@ sys.path.insert(0, str(ROOT))
 from reporting.comparison import compare
 
 STAGES = ("zero_shot", "warm_start", "before", "train", "after", "reload")
-COMMON = {"answer_format": "xml", "batch_size": 64, "num_generations": 8, "max_completion_length": 256, "num_steps": 400, "warmup_ratio": 0.02, "beta": 0.005,
-          "epsilon": 0.2, "loss_type": "dapo", "eval_every": 0, "micro_batch_tokens": 16384, "seed": 0}  # fmt: skip
+COMMON = dict(answer_format="xml", batch_size=64, num_generations=8, max_completion_length=256)
+COMMON |= dict(num_steps=400, warmup_ratio=0.02, beta=0.005, epsilon=0.2, loss_type="dapo", eval_every=0)
+COMMON |= dict(micro_batch_tokens=16384, seed=0)
 CASES = {  # settings of sft_train.py beside configs/gsm8k_warm_start.yaml, and of grpo_train.py beside COMMON
     "qwen-coder-0.5b": ({}, {"max_minutes": 6.5, "learning_rate": 2e-6, "m3po_lambda": 0.1}),
-    "smollm2-135m": ({"num_epochs": 3, "learning_rate": 5e-4, "max_minutes": 1.5}, {"max_minutes": 4, "learning_rate": 5e-6, "m3po_lambda": 0.1}),
-    "qwen-multi-reward": ({}, {"max_minutes": 4, "learning_rate": 2e-6, "m3po_lambda": 0, "reward_set": "multi_reward", "adam_beta2": 0.99,
-                               "weight_decay": 0.1, "max_grad_norm": 0.1, "num_generations": 16, "batch_size": 32}),
-}  # fmt: skip
+    "smollm2-135m": (
+        {"num_epochs": 3, "learning_rate": 5e-4, "max_minutes": 1.5},
+        {"max_minutes": 4, "learning_rate": 5e-6, "m3po_lambda": 0.1},
+    ),
+    "qwen-multi-reward": (
+        {},
+        {"max_minutes": 4, "learning_rate": 2e-6, "m3po_lambda": 0, "reward_set": "multi_reward"}
+        | {"adam_beta2": 0.99, "weight_decay": 0.1, "max_grad_norm": 0.1}
+        | {"num_generations": 16, "batch_size": 32},
+    ),
+}
 
 RELOAD = """
 import json, sys, torch
@@ -38,7 +47,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.backends.cuda.matmul.allow_tf32 = False
 folder, samples, out, limit = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if torch.cuda.is_available() else "cpu")
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
 same, records = 0, [json.loads(line) for line in open(samples)]
 for record in records:
     ids = tokenizer(record["prompt"], return_tensors="pt", add_special_tokens=False).to(model.device)
@@ -83,14 +93,16 @@ def main():
     if "zero_shot" in args.stage:
         evaluate(args.model, "zero_shot", evals, *common)
     if "warm_start" in args.stage and not (start / "config.json").exists():
-        run_script("sft_train.py", "--config", "configs/gsm8k_warm_start.yaml", "--model", args.model, "--dataset", args.data, "--output_dir", start,
-                   "--overwrite_output_dir", "true", "--micro_batch_tokens", "16384", *flags(supervised), echo=False)  # fmt: skip
+        where = dict(model=args.model, dataset=args.data, output_dir=start, overwrite_output_dir="true")
+        recipe_file = ("--config", "configs/gsm8k_warm_start.yaml")
+        given = flags(where | {"micro_batch_tokens": 16384} | supervised)
+        run_script("sft_train.py", *recipe_file, *given, echo=False)
     if "before" in args.stage:
         evaluate(start, "before", evals, *common)
         evaluate(start, "before_sampled", evals, *common, *sampling)
     if "train" in args.stage and not (out / "config.json").exists():
-        run_script("grpo_train.py", "--model", start, "--dataset", args.data, "--output_dir", out, "--overwrite_output_dir", "true",
-                   *flags(recipe), *args.train_flags)  # fmt: skip
+        where = dict(model=start, dataset=args.data, output_dir=out, overwrite_output_dir="true")
+        run_script("grpo_train.py", *flags(where | recipe), *args.train_flags)
     if "after" in args.stage:
         evaluate(out, "after", evals, *common)
         evaluate(out, "after_sampled", evals, *common, *sampling)
@@ -145,10 +157,12 @@ def report(args, evals, start, out, recipe):
         ]
     for name, first, then in (("exact", before, after), ("sampled", before_sampled, after_sampled)):
         rows += [
-            (f"{name}_before", first["accuracy"], "accuracy"), (f"{name}_before_ci95", first["accuracy_ci95"], "accuracy"),
-            (f"{name}_after", then["accuracy"], "accuracy"), (f"{name}_after_ci95", then["accuracy_ci95"], "accuracy"),
+            (f"{name}_before", first["accuracy"], "accuracy"),
+            (f"{name}_before_ci95", first["accuracy_ci95"], "accuracy"),
+            (f"{name}_after", then["accuracy"], "accuracy"),
+            (f"{name}_after_ci95", then["accuracy_ci95"], "accuracy"),
             (f"{name}_gain", round(then["accuracy"] - first["accuracy"], 4), "accuracy"),
-        ]  # fmt: skip
+        ]
     middle = steps[len(steps) // 2]
     rows += [
         ("questions", after["questions"], "questions"),

@@ -34,10 +34,18 @@ def last_match(name, pattern):
 
 
 TASK = {
-    "task": "same_prompts", "dataset_path": "json", "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{prompt}}",
-    "doc_to_target": "{{target}}", "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    "filter_list": [last_match("strict-match", r"<answer>\s*([^<]*?)\s*</answer>"), last_match("flexible-extract", r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)")],
-}  # fmt: skip
+    "task": "same_prompts",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_target": "{{target}}",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    "filter_list": [
+        last_match("strict-match", r"<answer>\s*([^<]*?)\s*</answer>"),
+        last_match("flexible-extract", r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)"),
+    ],
+}
 
 
 def by_harness(model, records, length, folder):
@@ -110,8 +118,10 @@ def main():
             mine, (score, extracted) = r["exact_match"][name][0], theirs[r["doc_id"]][name]
             agree += mine == score
             if mine != score:
-                print(f"{name}, {r['doc_id']}: ours {mine} ({r['filtered_resps'][name][0]!r}), harness {score} ({extracted!r}), reference {r['target']!r}; "
-                      f"{'the same text' if r['resps'][0].strip() == theirs[r['doc_id']]['text'].strip() else 'texts differ'}")  # fmt: skip
+                is_same = r["resps"][0].strip() == theirs[r["doc_id"]]["text"].strip()
+                graded = f"ours {mine} ({r['filtered_resps'][name][0]!r}), harness {score} ({extracted!r})"
+                texts = "the same text" if is_same else "texts differ"
+                print(f"{name}, {r['doc_id']}: {graded}, reference {r['target']!r}; {texts}")
         rows += [
             (case, f"agreement_{name}", agree, f"of {len(records)}"),
             (

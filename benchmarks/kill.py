@@ -24,7 +24,8 @@ TINY = [
     "--beta=0.04",
     "--mu=2",
 ]
-WARM_START = "num_steps: 24\nnum_epochs: null\nbatch_size: 16\nlearning_rate: 3e-3\nsave_every: 3\nkeep_checkpoints: 2\n"
+WARM_START = "num_steps: 24\nnum_epochs: null\nbatch_size: 16\nlearning_rate: 3e-3\n"
+WARM_START += "save_every: 3\nkeep_checkpoints: 2\n"
 CASES = {
     "tiny": ["--num_steps=400", "--warm_start=none"],
     "warm-start": ["--num_steps=60", "--warm_start={folder}/warm_start.yaml"],
@@ -86,9 +87,14 @@ def compare(case, folder, kills):
     lines = [
         sum(1 for _ in open(f"{folder}/{name}/metrics.jsonl", encoding="utf-8")) for name in ("whole", "cut")
     ]
-    return [(case, "kills", len(killed), "kills"), (case, "kills_in_warm_start", killed.count("warm start"), "kills"), (case, "weights_equal", int(equal), ""),
-            (case, "lines", lines[1], f"of {lines[0]}"), (case, "seconds_left_alone", round(alone, 1), "s"),
-            (case, "seconds_with_kills", round(seconds, 1), "s")]  # fmt: skip
+    return [
+        (case, "kills", len(killed), "kills"),
+        (case, "kills_in_warm_start", killed.count("warm start"), "kills"),
+        (case, "weights_equal", int(equal), ""),
+        (case, "lines", lines[1], f"of {lines[0]}"),
+        (case, "seconds_left_alone", round(alone, 1), "s"),
+        (case, "seconds_with_kills", round(seconds, 1), "s"),
+    ]
 
 
 def main():

@@ -2,24 +2,31 @@
 Offline, one thread.
 """
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
+from reporting import evaluation
 from small_faults import fault_start  # noqa: F401
 from small_models import CHAT_TEMPLATE, CORPUS, FAMILIES, build_model
 from small_recipes import recipe_run, recipe_start  # noqa: F401
 from small_runs import trained, warm  # noqa: F401
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What the imports made is not looked through again at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +70,9 @@ def prompts(tokenizer):
         "pens and more pens, 12 of them",
     ]
     return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Evaluations without their pictures, which take longer than the answers of a small model."""
+    monkeypatch.setattr(evaluation, "draw_evaluation", lambda *_: None)

@@ -14,6 +14,7 @@ def fault_start(tokenizer, tmp_path_factory):
 
 
 def settings_of(fault_start, out, **more):
-    small = dict(model=str(fault_start / "model"), dataset=str(fault_start), output_dir=str(out), batch_size=2, num_steps=3, num_generations=3, max_completion_length=12,
-                 eval_every=0, cpu_threads=1, beta=0.0)  # fmt: skip
+    small = dict(model=str(fault_start / "model"), dataset=str(fault_start), output_dir=str(out))
+    small |= dict(batch_size=2, num_steps=3, num_generations=3, max_completion_length=12)
+    small |= dict(eval_every=0, cpu_threads=1, beta=0.0)
     return grpo_train.Config(**{**small, **more})

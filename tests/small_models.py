@@ -74,6 +74,14 @@ def build_model(family, tokenizer, seed=0, dtype=torch.float32):
     return model
 
 
+def with_layers(model, count):
+    """The model with its first layers alone, for runs that need no more."""
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:count], count
+    if model.config.to_dict().get("layer_types"):
+        model.config.layer_types = model.config.layer_types[:count]
+    return model
+
+
 def paid(functions, prompts, completions, step=None, gather=list, timeout=0.0, **columns):
     """compute_rewards, its columns spelt out."""
     return compute_rewards(
@@ -83,7 +91,8 @@ def paid(functions, prompts, completions, step=None, gather=list, timeout=0.0, *
 
 def a_model_and_problems(folder, family, tokenizer):
     """A small random model in folder/model, and 30 problems with solutions beside it."""
-    save_model(build_model(family, tokenizer), tokenizer, folder / "model", torch.float32)
+    model = with_layers(build_model(family, tokenizer), 1)
+    save_model(model, tokenizer, folder / "model", torch.float32)
     rows = [
         {"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 31)
     ]

@@ -10,7 +10,7 @@ import torch
 import grpo_train
 from running.folder import save_model
 from running.parsing import settings_from_file
-from small_models import build_model
+from small_models import build_model, with_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,11 +25,18 @@ def missing(*packages):
 def recipe_start(tokenizer, tmp_path_factory):
     """A small random model and made-up problems with worked solutions, levels and subjects."""
     folder = tmp_path_factory.mktemp("start")
-    save_model(build_model("llama", tokenizer), tokenizer, folder / "model", torch.float32)
-    subjects = ("Algebra", "Geometry")
+    model = with_layers(build_model("llama", tokenizer), 1)
+    save_model(model, tokenizer, folder / "model", torch.float32)
+    rows = []
+    for i in range(1, 13):
+        answer, subject = f"\\frac{{{i}}}{{2}}", ("Algebra", "Geometry")[i % 2]
+        asked = {
+            "problem": f"What is {i} halves?",
+            "solution": f"It is \\boxed{{{answer}}}.",
+            "answer": answer,
+        }
+        rows.append(asked | {"level": 1 + i % 3, "subject": subject})
     for split in ("train", "test"):
-        rows = [{"problem": f"What is {i} halves?", "solution": f"It is \\boxed{{\\frac{{{i}}}{{2}}}}.", "answer": f"\\frac{{{i}}}{{2}}", "level": 1 + i % 3,
-                 "subject": subjects[i % 2]} for i in range(1, 13)]  # fmt: skip
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -38,7 +45,7 @@ SMALL = dict(
     num_steps=2,
     num_epochs=None,
     batch_size=2,
-    max_completion_length=24,
+    max_completion_length=12,
     eval_every=2,
     eval_problems=3,
     report_to=None,

@@ -1,5 +1,6 @@
 """Short runs of the whole job, made once a session."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,30 +8,45 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import grpo_train
 import sft_train
 from grpo_train import Config
+from learning.models import load_model, load_tokenizer
+from problems import sources
+from running import settings as run_settings
+from running.folder import save_model
 from running.parsing import parse_config, settings_from_file
+from small_models import with_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-SHORT = (
-    "--config configs/tiny.yaml --num_steps 3 --eval_every 3 --eval_problems 20 --batch_size 3 "
-    "--num_generations 4 --limit 600"
-)
+SHORT = "--config configs/tiny.yaml --num_steps 3 --eval_every 3 --batch_size 3 --num_generations 4 "
+SHORT += "--limit 100 --eval_problems 12 --max_completion_length 32"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once():
+    """30,000 generated problems and the versions of packages, which each run makes and looks up anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "arithmetic_problems", functools.cache(sources.arithmetic_problems))
+        patch.setattr(run_settings, "_version", functools.cache(run_settings._version))
+        yield
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory):
-    """A warm start of 20 steps, shared by the tests that need one."""
-    folder = tmp_path_factory.mktemp("warm") / "sft"
+    """A warm start of 20 steps of the tiny model's first layer, shared by the tests that need one."""
+    start, folder = tmp_path_factory.mktemp("start") / "model", tmp_path_factory.mktemp("warm") / "sft"
+    tokenizer = load_tokenizer("tiny")
+    model = with_layers(load_model("tiny", tokenizer, torch.float32, "cpu"), 1)
+    save_model(model, tokenizer, start, torch.float32)
     settings = settings_from_file(sft_train.Config, ROOT / "configs" / "tiny_warm_start.yaml")
-    settings |= dict(
-        model="tiny", dataset="arithmetic", num_steps=20, max_completion_length=48, cpu_threads=1
-    )
-    sft_train.train(sft_train.Config(**settings, output_dir=str(folder)))
+    settings |= dict(model=str(start), dataset="arithmetic", limit=400, batch_size=16, num_steps=20)
+    settings |= dict(max_completion_length=48, cpu_threads=1, output_dir=str(folder))
+    sft_train.train(sft_train.Config(**settings))
     return folder
 
 

@@ -2,10 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +16,7 @@ from learning.inspection import interaction_effect
 from learning.log_probs import Scorer
 from small_models import build_model
 from small_recipes import config_of
-
-ROOT = Path(__file__).resolve().parents[1]
+from small_runs import command, lines
 
 
 def sampled(tokenizer, prompts, G, length, seed=0):
@@ -49,7 +44,8 @@ def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokeniz
 
 PAYS_SOME = """
 def pays(prompts, completions, **kwargs):  # no signal for half of the problems
-    return [float(len(c[0]["content"]) % 3) * (len(p[0]["content"]) % 2) for p, c in zip(prompts, completions)]
+    lengths = [(len(p[0]["content"]), len(c[0]["content"])) for p, c in zip(prompts, completions)]
+    return [float(said % 3) * (asked % 2) for asked, said in lengths]
 """
 
 
@@ -135,27 +131,16 @@ def test_what_listening_changed_is_asked_with_the_draws_of_the_group_that_stayed
 @pytest.mark.slow
 def test_dynamic_sampling_is_the_same_on_two_processes(recipe_start, tmp_path):
     (tmp_path / "pays.py").write_text(PAYS_SOME)
-    rows = {}
-    for processes in ("1", "2"):
-        flags = dict(config="configs/oneshot.yaml", model=recipe_start / "model", dataset=recipe_start, reward=f"{tmp_path}/pays.py:pays", report_to="none",
-                     dynamic_sampling=3, batch_size=5, num_generations=4, num_steps=2, max_completion_length=16, eval_every=0, learning_rate=1e-4,
-                     num_processes=processes, output_dir=tmp_path / processes)  # fmt: skip
-        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "grpo_train.py", *map(str, words)],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        rows[processes] = [
-            json.loads(line) for line in (tmp_path / processes / "rollouts.jsonl").read_text().splitlines()
-        ]
-    keys = ("step", "example_id", "generation", "completion", "reward")
-    one, two = (
-        sorted(tuple(row[k] for k in keys) for row in rows[p] if row["step"] == 1) for p in ("1", "2")
+    flags = f"--config configs/oneshot.yaml --model {recipe_start / 'model'} --dataset {recipe_start} "
+    flags += f"--reward {tmp_path}/pays.py:pays --report_to none --dynamic_sampling 3 --batch_size 5 "
+    flags += (
+        "--num_generations 4 --num_steps 2 --max_completion_length 16 --eval_every 0 --learning_rate 1e-4"
     )
-    assert one == two
+    keys, first_steps = ("step", "example_id", "generation", "completion", "reward"), []
+    for processes in ("1", "2"):
+        where = f"--num_processes {processes} --output_dir {tmp_path / processes}"
+        done = command("grpo_train.py", *flags.split(), *where.split())
+        assert done.returncode == 0, done.stderr
+        rows = [row for row in lines(tmp_path / processes / "rollouts.jsonl") if row["step"] == 1]
+        first_steps.append(sorted(tuple(row[key] for key in keys) for row in rows))
+    assert first_steps[0] == first_steps[1]

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,25 +18,20 @@ from running.parsing import parse_config, run_main
 from small_faults import settings_of
 from small_models import paid
 
+ROOT = Path(grpo_train.__file__).parent
+
 
 def test_a_reward_that_hangs_is_named_with_its_limit_and_ends_the_process():
-    code = "import time, rewards\ndef sleeps(completions, **kwargs):\n    time.sleep(30)\n"
-    code += "rewards.compute_rewards([(sleeps, 1.0)], dict(prompts=[None] * 2, completions=['a', 'b']), step=4, timeout=0.2)"
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(grpo_train.__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = "import time, rewards\ndef sleeps(completions, **kwargs):\n    time.sleep(30)\n    print('woke')\n"
+    code += "columns = dict(prompts=[None] * 2, completions=['a', 'b'])\n"
+    code += "rewards.compute_rewards([(sleeps, 1.0)], columns, step=4, timeout=0.2)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert (
-        "reward function sleeps at step 4 took longer than reward_timeout=0.2 s for 2 completions, the first of them completion 'a'"
-        in done.stderr
-    )
+    took = "reward function sleeps at step 4 took longer than reward_timeout=0.2 s for 2 completions"
+    assert f"{took}, the first of them completion 'a'" in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - started < 15
+    assert "woke" not in done.stdout, "it was not waited for"
 
 
 def test_a_reward_that_is_quick_enough_gives_what_it_gives_without_a_limit():
@@ -48,8 +42,6 @@ def test_a_reward_that_is_quick_enough_gives_what_it_gives_without_a_limit():
         [(pays, 2.0)], [None] * 2, ["a", "bc"]
     )
 
-
-ROOT = Path(grpo_train.__file__).parent
 
 FLAT = {
     "0.0": "no completion has earned anything for 2 steps",
@@ -75,7 +67,8 @@ def test_rewards_that_say_nothing_are_warned_of_once(fault_start, tmp_path, caps
 def test_a_reward_that_switches_gradients_off_switches_off_its_own(fault_start, tmp_path):
     """The update ended in a traceback of torch's: there was nothing to take a gradient of."""
     (tmp_path / "off.py").write_text(
-        "import torch\ntorch.set_grad_enabled(False)\ndef off(completions, **kwargs):\n    return list(range(len(completions)))\n"
+        "import torch\ntorch.set_grad_enabled(False)\n"
+        "def off(completions, **kwargs):\n    return list(range(len(completions)))\n"
     )
     try:
         grpo_train.train(

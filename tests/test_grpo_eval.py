@@ -107,12 +107,6 @@ def write_rows(path, rows):
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Evaluations without their pictures, which take longer than the answers of a tiny model."""
-    monkeypatch.setattr(evaluation, "draw_evaluation", lambda *_: None)
-
-
-@pytest.fixture
 def saved(tokenizer, tmp_path):
     save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "model", torch.float32)
     (tmp_path / "d").mkdir()
@@ -213,7 +207,9 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
     assert "maj@k" in sampled
     assert "maj@k" not in alone
     assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
-    folders[1] = evaluate(saved, "c")[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "draw_evaluation", lambda *_: None)
+        folders[1] = evaluate(saved, "c")[1]
     words = f"grpo_eval.py --compare {folders[0]} {folders[1]} --output_dir"
     monkeypatch.setattr(sys, "argv", [*words.split(), str(saved / "pictures")])
     grpo_eval.main()

@@ -131,7 +131,7 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
 
 
 def test_importance_weights_reach_the_loss(tokenizer, prompts):
-    """The sampler's log-probs are made lower than the update's: with the ratio counted, the gradient grows."""
+    """The sampler's log-probs are lower than the update's: with the ratio counted, the gradient grows."""
     norms = {}
     for kind in ("none", "token"):
         small = small_update(tokenizer, prompts, rollout_is=kind, max_grad_norm=1e-6)

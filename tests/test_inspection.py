@@ -25,24 +25,18 @@ def test_debug_changes_no_result_and_says_who_listened(warm, trained, tmp_path, 
 def test_debug_looks_with_the_weights_that_sampled(warm, tmp_path, monkeypatch, capsys):
     """Scored after a large update, tokens "would have been others" for a reason that is not the paths."""
     monkeypatch.setenv("M3PO_DEBUG", "1")
-    run_short(
-        warm,
-        tmp_path / "debug",
-        "--m3po_lambda 1e-7 --learning_rate 3e-2 --warmup_ratio 0 --eval_every 0",
-    )
+    flags = "--m3po_lambda 1e-7 --learning_rate 3e-2 --warmup_ratio 0 --eval_every 0 --num_steps 2"
+    run_short(warm, tmp_path / "debug", flags)
     answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("did it matter?")]
-    assert [line.split()[3] for line in answers] == ["0"] * 3
+    assert [line.split()[3] for line in answers] == ["0"] * 2
 
 
 def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
     """Beside the sampled token stands what the same draw gives with nobody heard; nowhere without M3PO, or
     where inspect_every says 0.
     """
-    out = run_short(
-        warm,
-        tmp_path / "out",
-        "--inspect_every 2 --m3po_lambda 0.9 --log_groups 2 --eval_every 0",
-    )
+    flags = "--inspect_every 2 --m3po_lambda 0.9 --log_groups 2 --eval_every 0"
+    out = run_short(warm, tmp_path / "out", flags)
     records = lines(out / "rollouts.jsonl")
     read_again = {(r["step"], r["generation"]) for r in records if "alone" in r}
     assert {step for step, _ in read_again} == {1, 3}
@@ -51,7 +45,7 @@ def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
     assert turned
     assert all(r["pieces"][t] != r["alone"][str(t)] for r, t in turned)
     for flags in ("--m3po_lambda 0", "--inspect_every 0"):
-        out = run_short(warm, tmp_path / flags.split()[0], f"--eval_every 0 {flags}")
+        out = run_short(warm, tmp_path / flags.split()[0], f"--eval_every 0 --num_steps 1 {flags}")
         assert not any("alone" in r for r in lines(out / "rollouts.jsonl"))
 
 
@@ -61,8 +55,8 @@ def test_no_memory_to_look_inside_ends_no_run(warm, tmp_path, monkeypatch):
 
     monkeypatch.setattr(inspection, "interaction_effect", full)
     with pytest.warns(UserWarning, match="--inspect_every 0 leaves it out"):
-        out = run_short(warm, tmp_path / "out", "--inspect_every 1 --eval_every 0")
-    assert len(lines(out / "metrics.jsonl")) == 3
+        out = run_short(warm, tmp_path / "out", "--inspect_every 1 --eval_every 0 --num_steps 2")
+    assert len(lines(out / "metrics.jsonl")) == 2
 
 
 def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
@@ -70,9 +64,11 @@ def test_a_group_that_gave_way_is_read_again_with_its_own_draws(warm, tmp_path):
     most would be.
     """
     (tmp_path / "mine.py").write_text(
-        "calls = []\ndef mine(completions, **kwargs):\n    calls.append(1)\n    return [float(i * (len(calls) % 2 == 0)) for i in range(len(completions))]\n"
+        "calls = []\ndef mine(completions, **kwargs):\n    calls.append(1)\n"
+        "    return [float(i * (len(calls) % 2 == 0)) for i in range(len(completions))]\n"
     )
-    flags = f"--reward {tmp_path}/mine.py:mine --dynamic_sampling 1 --inspect_every 1 --m3po_lambda 1e-7 --eval_every 0"
+    flags = f"--reward {tmp_path}/mine.py:mine --dynamic_sampling 1 --inspect_every 1 --m3po_lambda 1e-7 "
+    flags += "--eval_every 0 --num_steps 2"
     out = run_short(warm, tmp_path / "out", flags)
     assert all(m["replaced_groups"] for m in lines(out / "metrics.jsonl"))
     told = [r["alone"] for r in lines(out / "rollouts.jsonl") if "alone" in r]

@@ -62,11 +62,11 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
     TRL PR#2824 sampled the same texts on each process.
     """
     flags = f"--batch_size {problems} --max_grad_norm 0.1 --beta 0.04 --micro_batch_tokens 300 "
-    flags = (flags + "--max_completion_length 24 --log_groups 5 --cpu_threads 1").split()
-    start = f"--warm_start none --model {warm} --output_dir {tmp_path / 'many'}".split()
-    done = command("grpo_train.py", *SHORT, *start, *flags, nproc=processes)
+    flags += "--max_completion_length 24 --log_groups 5 --cpu_threads 1"
+    start = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / 'many'}"
+    done = command("grpo_train.py", *start.split(), *flags.split(), nproc=processes)
     assert done.returncode == 0, done.stderr[-2000:]
-    run_short(warm, tmp_path / "one", *flags)
+    run_short(warm, tmp_path / "one", flags)
     one, many = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "many"))
     assert [(r["step"], r["example_id"], r["completion"], r["reward"]) for r in one] == [
         (r["step"], r["example_id"], r["completion"], r["reward"]) for r in many
@@ -140,9 +140,10 @@ def alive(pid):
 )
 def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, status):
     """No orphan holds a card, whatever ended the parent; a second Ctrl-C does not cut off a save."""
-    flags = "--warm_start none --model tiny --num_processes 2 --num_steps 100000 --eval_every 0 --output_dir"
+    flags = f"{SHORT} --warm_start none --model tiny --num_processes 2 --num_steps 100000 --eval_every 0 "
+    flags += f"--output_dir {tmp_path / 'out'}"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "grpo_train.py", *SHORT, *flags.split(), str(tmp_path / "out")]
+    words = [sys.executable, "grpo_train.py", *flags.split()]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parent = subprocess.Popen(words, cwd=ROOT, env=env, **quiet)
     metrics = tmp_path / "out" / "metrics.jsonl"
@@ -207,10 +208,7 @@ def wait_for(condition):
 @pytest.mark.slow
 def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm, tmp_path):
     """open-r1#620: the others waited 30 minutes for the one that had died."""
-    flags = [
-        *SHORT,
-        *f"--warm_start none --model {warm} --num_processes 2 --num_steps 2 --output_dir".split(),
-    ]
+    flags = f"{SHORT} --warm_start none --model {warm} --num_processes 2 --num_steps 2 --output_dir".split()
     done = command("grpo_train.py", *flags, tmp_path / "two")
     assert done.returncode == 0, done.stderr
     assert "on 2 cpu process(es)" in done.stdout
@@ -231,12 +229,12 @@ def test_sharded_weights_train_as_whole_ones_do(warm, tmp_path):
 
     Seven problems, so that one of them has fewer micro-batches, which must not hang the other.
     """
-    flags = f"--warm_start none --model {warm} --num_processes 2 --batch_size 7 --micro_batch_tokens 300 "
-    flags = [*SHORT, *(flags + "--beta 0.04 --save_every 2").split()]
+    flags = f"{SHORT} --warm_start none --model {warm} --num_processes 2 --batch_size 7 "
+    flags += "--micro_batch_tokens 300 --beta 0.04 --save_every 2"
     weights, metrics = {}, {}
     for fsdp in ("false", "true"):
         out = tmp_path / fsdp
-        done = command("grpo_train.py", *flags, "--fsdp", fsdp, "--output_dir", out)
+        done = command("grpo_train.py", *flags.split(), "--fsdp", fsdp, "--output_dir", out)
         assert done.returncode == 0, done.stderr
         weights[fsdp], metrics[fsdp] = load_file(out / "model.safetensors"), lines(out / "metrics.jsonl")
         assert (out / "checkpoint-2" / "model.safetensors").exists()

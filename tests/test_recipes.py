@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
         "oneshot",
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_every_grpo_config_runs_from_start_to_evaluation(recipe, recipe_start, tmp_path):
     config = config_of(recipe, recipe_start, tmp_path / "out", grpo_train)
     grpo_train.train(config)
@@ -139,11 +140,12 @@ def test_our_rewards_run_unchanged_in_trl(name, recipe_start, tokenizer, tmp_pat
             for i in range(4)
         ]
     )
-    settings = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=8, max_steps=1, report_to="none",
-                          use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, beta=0.0)  # fmt: skip
-    GRPOTrainer(
-        str(recipe_start / "model"), watched, args=settings, train_dataset=data, processing_class=tokenizer
-    ).train()
+    small = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=8, max_steps=1)
+    small |= dict(beta=0.0, use_cpu=True, bf16=False)
+    quiet = dict(report_to="none", save_strategy="no", disable_tqdm=True)
+    settings = GRPOConfig(output_dir=str(tmp_path), **small, **quiet)
+    given = dict(args=settings, train_dataset=data, processing_class=tokenizer)
+    GRPOTrainer(str(recipe_start / "model"), watched, **given).train()
     assert len(seen[0]) == 4
     assert all(isinstance(value, float) for value in seen[0])
 
@@ -151,7 +153,8 @@ def test_our_rewards_run_unchanged_in_trl(name, recipe_start, tokenizer, tmp_pat
 @missing("trl")
 def test_trl_s_own_rewards_run_unchanged_here(recipe_start, tmp_path):
     (tmp_path / "theirs.py").write_text(
-        "from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward\nshort = get_soft_overlong_punishment(20, 10)\n"
+        "from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward\n"
+        "short = get_soft_overlong_punishment(20, 10)\n"
     )
     reward = [f"{tmp_path}/theirs.py:{name}" for name in ("accuracy_reward", "think_format_reward", "short")]
     grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, reward=reward))

@@ -92,6 +92,7 @@ def settings_of(server, data, tmp_path, **more):
     return grpo_eval.Config(**{**address, **folders, "api_timeout": 5.0, "api_at_once": 3, **more})
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("mood", ["good", "busy", "slow"])
 def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(
     mood, server, data, tmp_path, monkeypatch
@@ -129,6 +130,7 @@ def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(serve
         grpo_eval.evaluate(settings_of(server, data, tmp_path))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_evaluation_of_a_server_that_went_away_asks_the_rest_only(server, data, tmp_path):
     common = dict(num_samples=2, temperature=1.0, api_at_once=1)
     whole, folder = grpo_eval.evaluate(settings_of(server, data, tmp_path, name="whole", **common))
