@@ -1,6 +1,7 @@
 """The settings that both training scripts share; each says on its field what else is done with it."""
 
 import dataclasses
+import functools
 import math
 import re
 import subprocess
@@ -298,15 +299,20 @@ def check_prompting(config):
 
 def resolved(config):
     """Every setting, the versions and the commit: what `run_config.yaml` holds. No tokens, no environment."""
-    git = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    commit = subprocess.run(
-        git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout
     versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
     installed = {name: version for name, version in versions.items() if version}
-    return {**dataclasses.asdict(config), "versions": installed, "commit": commit.strip() or "unknown"}
+    return {**dataclasses.asdict(config), "versions": installed, "commit": _commit()}
 
 
+@functools.cache
+def _commit():
+    git = ["git", "rev-parse", "--verify", "-q", "HEAD"]
+    here = Path(__file__).parent
+    found = subprocess.run(git, cwd=here, capture_output=True, text=True, check=False).stdout
+    return found.strip() or "unknown"
+
+
+@functools.cache
 def _version(package):
     try:
         return metadata.version(package)

@@ -15,7 +15,6 @@ import sft_train
 from grpo_train import Config
 from learning.models import load_model, load_tokenizer
 from problems import sources
-from running import settings as run_settings
 from running.folder import save_model
 from running.parsing import parse_config, settings_from_file
 from small_models import with_layers
@@ -29,10 +28,9 @@ SHORT += "--limit 100 --eval_problems 12 --max_completion_length 32"
 
 @pytest.fixture(scope="session", autouse=True)
 def made_once():
-    """30,000 generated problems and the versions of packages, which each run makes and looks up anew."""
+    """30,000 generated problems, which each run makes anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "arithmetic_problems", functools.cache(sources.arithmetic_problems))
-        patch.setattr(run_settings, "_version", functools.cache(run_settings._version))
         yield
 
 
