@@ -303,7 +303,7 @@ def suite():
     cases, result = values("suite")
     m = cases["fast suite"]
     return (
-        f"{m['tests']} tests: {m['user_s']:.0f} s of user time and {m['system_s']:.0f} s of system time, "
+        f"{m['tests']} tests: {m['user_s']:.0f} s user, {m['system_s']:.0f} s system, "
         f"{m['wall_s']:.0f} s on the clock; `{result['script']}, {result['cpu']}, {result['date']}`."
     )
 
