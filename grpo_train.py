@@ -438,9 +438,8 @@ def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rew
         local = [i for i in silent if i in run.local_groups]
         new = sample(run, decoder, sampled.batch, step, local, retry)
         if new is not None:
-            _score_rows(
-                config, reward_functions, new, step, gather=lambda values: []
-            )  # not all processes come here
+            # not all processes come here, so nothing is gathered
+            _score_rows(config, reward_functions, new, step, gather=lambda values: [])
             first = run.local_groups.start
             sampled.take_groups([i - first for i in local], new, decoder.tables.pad_id)
         rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
