@@ -22,9 +22,9 @@ from decoding.tokens import (
     token_bytes,
     token_tables,
 )
-from errors import SettingError
+from errors import Interrupted, SettingError
 from problems.arithmetic import arithmetic_problems
-from small_models import build_model
+from small_models import build_model, with_layers
 
 T = 16
 
@@ -688,6 +688,58 @@ def test_what_is_not_written_in_a_rollout_is_zero_and_not_of_the_one_before(llam
     after = sampled(decoder, prompts, length=10)
     assert not after.mix[:, 9].any()
     assert not after.input_change[:, 9].any()
+
+
+def longer(decoder, prompts):
+    return sampled(decoder, [prompt * 3 for prompt in prompts[:3]], G=4, length=12)
+
+
+def stopped(decoder, prompts):
+    """A rollout that is broken off after a few steps."""
+    asked = iter([False] * 4 + [True])
+    decoder.interrupted = lambda: next(asked)
+    with pytest.raises(Interrupted):
+        longer(decoder, prompts)
+    decoder.interrupted = None
+
+
+EARLIER_WORK = {
+    "longer prompts": longer,
+    "more and longer rows": lambda decoder, prompts: sampled(decoder, prompts, G=5, length=19),
+    "fewer and shorter rows": lambda decoder, prompts: sampled(decoder, prompts[:1], G=2, length=3),
+    "an evaluation": lambda decoder, prompts: decoder.complete([p * 3 for p in prompts * 2], Sampling(12)),
+    "a rollout that was interrupted": stopped,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@torch.no_grad()
+def test_a_used_decoder_gives_the_bits_of_a_new_one(family, tokenizer, prompts):
+    """A resumed run has a new one. The longest prompt was taken over all slots, those that an evaluation had
+    filled included, so that a run resumed after an evaluation was another run.
+    """
+    model = with_layers(build_model(family, tokenizer), 1)
+
+    def new():
+        return GroupDecoder(model, tokenizer, "e", Interaction(0.3))
+
+    def everything(decoder):
+        out = sampled(decoder, prompts[:3], length=12)
+        columns = (out.ids, out.mask, out.logp, out.ended, out.thinking, out.mix, out.input_change)
+        return columns, decoder.complete(prompts, Sampling(6, temperature=1.0), seed=3, batch_rows=3)
+
+    expected, answers = everything(new())
+    used = new()
+    for name, work in EARLIER_WORK.items():
+        decoder = new()
+        work(decoder, prompts)
+        work(used, prompts)
+        columns, completions = everything(decoder)
+        assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True)), name
+        assert completions == answers, name
+    columns, completions = everything(used)
+    assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True))
+    assert completions == answers
 
 
 def test_sums_that_are_not_quite_monotone_draw_nothing_impossible(monkeypatch):
