@@ -57,7 +57,9 @@ class Config(TrainConfig):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "linear", "learning rate after the warm-up", in_card=True
     )
-    warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
+    warmup_ratio: float = setting(
+        0.05, "share of the steps in which the learning rate rises: of n steps 1/n, ..., 1"
+    )
     unique_train_examples: int | None = setting(
         None, "train on the first N responses that are left (default: all)"
     )

@@ -106,7 +106,9 @@ def _print_work(problems, held_out, skipped, config):
     _print("a step", f"{sampled}, {config.mu} optimiser step(s)")
     total = steps_to_do(config, len(problems)) * config.outer_iterations
     passes = total * B / len(problems)
-    _print("the run", f"{total} steps = {total * B * G:,} completions, {passes:.2f} passes over the problems")
+    still = "" if config.learning_rate else "; every learning rate is 0, and no weight will change"
+    sampled = f"{total} steps = {total * B * G:,} completions"
+    _print("the run", f"{sampled}, {passes:.2f} passes over the problems{still}")
 
 
 def _print_memory(model, config):

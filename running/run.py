@@ -69,6 +69,8 @@ class Run:
             self.progress = Progress.from_state(state)
         self.saved_step = self.progress.step
         start_logs(self, anew=state is None)
+        if not self.config.learning_rate:
+            self.say("WARNING: learning_rate=0.0: every rate of this run is 0, and no weight will change")
         self.log = MetricsLog(self)
 
     def steps(self, evaluate_first=True):

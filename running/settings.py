@@ -130,7 +130,9 @@ class TrainConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "constant", "learning rate after the warm-up", in_card=True
     )
-    warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
+    warmup_ratio: float = setting(
+        0.0, "share of the optimiser steps in which the learning rate rises: of n steps 1/n, 2/n, ..., 1"
+    )
     torch_compile: bool = setting(
         True,
         "on CUDA: compile the decoder's step and the update's layers (a minute once, then faster)",
