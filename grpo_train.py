@@ -86,7 +86,10 @@ class Config(TrainConfig):
         "group", "group: advantages are divided by the group's standard deviation; none: they are not"
     )
     mask_truncated_completions: bool = setting(
-        False, "leave completions that the length limit cut off out of the loss"
+        False,
+        "leave completions that the length limit cut off out of the loss; with loss_type grpo and dr_grpo "
+        "they still count in N, so that many of them shrink the step (as in TRL): loss_type dapo divides by "
+        "the tokens that are left",
     )
     rollout_is: str = setting(
         "none",
@@ -323,7 +326,8 @@ def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, 
     """
     low, high = clip_range
     A = advantages[:, None]
-    ratio = torch.exp(logp - old_logp)
+    # A masked token may be far from its old log-prob: exp() would overflow, and inf * 0 is NaN.
+    ratio = torch.exp(torch.where(weights > 0, logp - old_logp, 0.0))
     per_token = -torch.min(ratio * A, torch.clamp(ratio, low, high) * A)
     if importance is not None:
         per_token = per_token * importance
@@ -465,15 +469,19 @@ def update(learner, rollout, advantages, config):
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
-    count = torch.tensor(len(mask), device=mask.device)
-    signals = (mask.any(-1) & (advantages != 0)).sum()
-    num_sequences, num_tokens, num_signals = learner.sum_over_processes(count, mask.sum(), signals)
+    count, kept = torch.tensor(len(mask), device=mask.device), mask.any(-1)
+    signals = (kept & (advantages != 0)).sum()
+    sums = learner.sum_over_processes(count, kept.sum(), mask.sum(), signals)
+    num_sequences, num_kept, num_tokens, num_signals = sums
+    masked = {}
+    if config.mask_truncated_completions:
+        masked = {"masked_completions": int(num_sequences - num_kept)}
     # Adam's momentum alone would move the weights
     if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
             learner.schedule.step()
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
-        return {"skipped": reason, "grad_norm": 0.0}
+        return {"skipped": reason, "grad_norm": 0.0, **masked}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
@@ -499,6 +507,7 @@ def update(learner, rollout, advantages, config):
         "logp_diff": logp_diff / num_tokens,  # of the first pass, which the sampler's log-probs belong to
         "logp_diff_max": max_over_processes(largest_difference),
         "grad_norm": statistics.fmean(norms),
+        **masked,
         **skipped,
     }
 
@@ -560,7 +569,8 @@ def rollout_metrics(run, sampled, right, rewards):
     }
     gathered = gather_object([local])
     values = {name: [v for one in gathered for v in one[name] if v is not None] for name in local}
-    mean = {name: statistics.fmean(v) if v else 0.0 for name, v in values.items()}
+    # NaN where a function abstained for all completions of the step, which the log has as null
+    mean = {name: statistics.fmean(v) if v else math.nan for name, v in values.items()}
     scored = rewards[~rewards.isnan()]
     metrics = {
         "reward": float(scored.mean()),
