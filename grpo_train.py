@@ -30,6 +30,7 @@ from m3po_module import SIMILARITIES
 from problems.prompts import prepare_problems
 from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
 from running import preflight
+from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, starts_processes
 from running.log import log_rollouts
@@ -222,7 +223,8 @@ def train(config, reward_functions=None, problems=None):
         total = steps * config.outer_iterations
         learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)
         evaluate = partial(held_out_accuracy, run, decoder, held_out)
-        run.open(learner, problems, evaluate, steps, total)  # locks the folder; resumes or begins
+        inputs = inputs_of(run, problems, held_out, start, policy, reward_functions)
+        run.open(learner, inputs, evaluate, steps, total)  # locks the folder; resumes or begins
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
 

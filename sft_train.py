@@ -22,8 +22,9 @@ from errors import DataError, SettingError
 from learning.learner import NOT_FINITE, make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard
-from problems.prompts import Prompting, prepare_problems
+from problems.prompts import Prompting, prepare_problems, problems_of
 from reporting.files import write_whole
+from running.contract import inputs_of, model_fingerprint, problems_fingerprint
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, starts_processes
 from running.parsing import parse_config, run_main, settings_from_file
@@ -136,7 +137,8 @@ def train(config, outer=None):
             refresh(sampler, policy)
             return held_out_accuracy(run, decoder, held_out)
 
-        run.open(learner, problems, evaluate, total, total)
+        inputs = inputs_of(run, problems, held_out, config.model, policy)
+        run.open(learner, inputs, evaluate, total, total)
         if not run.is_finished:
             used = f"{len(pairs)} of {len(problems)} problems, {skipped} prompts too long"
             run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
@@ -195,16 +197,21 @@ def warm_start(config, run):
         return config.model
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
-    note, compared = folder / "warm_start.json", json.loads(json.dumps(resolved(settings)))
-    free = free_on_resume(Config)
-    compared = {name: value for name, value in compared.items() if name not in free}
-    is_whole = is_main and note.exists() and json.loads(note.read_text()) == compared
+    note, free = folder / "warm_start.json", free_on_resume(Config)
+    made_with, is_whole = {}, False
+    if is_main:
+        everything = json.loads(json.dumps(resolved(settings)))
+        made_with = {name: value for name, value in everything.items() if name not in free}
+        read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
+        read |= {"start": model_fingerprint(settings.model)}
+        if note.exists():
+            noted = json.loads(note.read_text())
+            is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
+        made_with |= read
     if not max_over_processes(is_whole):
+        train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
-            note.unlink(missing_ok=True)
-        train(settings, run)
-        if is_main:
-            write_whole(note, json.dumps(compared))
+            write_whole(note, json.dumps(made_with))
     run.accelerator.wait_for_everyone()
     return str(folder)
 

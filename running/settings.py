@@ -162,7 +162,8 @@ class TrainConfig:
     )
     save_every: int = setting(
         0,
-        "a checkpoint every N steps and after each outer iteration; 0: only where a run is stopped",
+        "a checkpoint every N steps, after each outer iteration and the last step, from which a finished run "
+        "goes on with more num_steps; 0: only where a run is stopped",
         resume="free",
     )
     keep_checkpoints: int = setting(2, "the newest N are kept; 0: all", resume="free")
