@@ -152,8 +152,8 @@ def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterru
     assert_same(out, uninterrupted(variant))
 
 
-def with_columns(start, folder, more=1, question=None):
-    """The data with a column that rewards read, in a folder of its own; `question` replaces one text."""
+def with_columns(start, folder, more=1):
+    """The data with a column that rewards read, in a folder of its own."""
     rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
     rows = [row | {"hint": more} for row in rows]
     folder.mkdir(exist_ok=True)
@@ -165,9 +165,14 @@ def test_from_every_checkpoint_a_run_goes_on_as_if_it_had_not_been_stopped(start
     """With evaluations, dynamic sampling, M3PO and outer iterations: a fresh process has none of what an
     evaluation or a larger rollout left in the decoder.
     """
-    settings = dict(num_steps=3, outer_iterations=2, eval_every=2, eval_problems=5, save_every=1)
-    settings |= dict(dynamic_sampling=2, mu=1, keep_checkpoints=0, max_completion_length=12)
-    settings |= dict(reward=[f"{start}/pays.py:pays_some"])
+    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["question"] *= 1 + i % 6
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(num_steps=3, outer_iterations=2, eval_every=2, eval_problems=12, save_every=1)
+    settings |= dict(dynamic_sampling=1, mu=1, keep_checkpoints=0, batch_size=2)
+    settings |= dict(reward=[f"{start}/pays.py:pays_some"], dataset=str(tmp_path / "data"))
     whole = tmp_path / "whole"
     run(settings_of(start, whole, **settings))
     extra = [
@@ -175,7 +180,7 @@ def test_from_every_checkpoint_a_run_goes_on_as_if_it_had_not_been_stopped(start
     ]
     assert max(extra) > 0
     assert len(checkpoints(whole)) == 6
-    for step in range(1, 6):
+    for step in range(5, 0, -1):
         cut = Path(shutil.copytree(whole, tmp_path / f"from-{step}"))
         for path in checkpoints(cut):
             if int(path.name.removeprefix("checkpoint-")) > step:
@@ -524,7 +529,7 @@ def test_a_file_that_a_run_read_may_not_change_under_it(name, finished, with_hin
     before = contents(folder / "out")
     config = settings_of(folder, folder / "out", dataset=str(folder / "data"), resume=True, **settings)
     with pytest.raises(
-        SettingError, match=rf"was written by another run: .*{name} '\w{{12}}' there, '\w{{12}}' here;"
+        SettingError, match=rf"was written by another run: .*{name} '\w{{12}}' there, '\w{{12}}' here"
     ):
         grpo_train.train(config)
     assert contents(folder / "out") == before
