@@ -65,7 +65,10 @@ class Run:
         self.inputs, self.had_lock = inputs, (Path(self.config.output_dir) / ".lock").exists()
         self.folder, self.lock = lock_folder(self.config, self.accelerator)
         self.checkpoints = Checkpoints(self, inputs)
-        note = finished_note(self.folder / FINISHED) if self.config.resume else None
+        note = None
+        if self.config.resume and self.accelerator.is_main_process:
+            note = finished_note(self.folder / FINISHED)
+        note = first_over_processes(note)
         if note is not None and self._is_done(note):
             self.is_finished = True
             self.say(f"nothing is left to do: {self.folder} finished its {note['step']} steps")
