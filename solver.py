@@ -15,9 +15,11 @@ import torch
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
+from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
-from problems.prompts import Prompting
+from problems.problem import Problem
+from problems.prompts import Prompting, saved_system_prompt
 from problems.sources import QUESTION
 from reporting.files import read_run_config
 
@@ -58,7 +60,8 @@ def load_solver(
     if prompting is None:
         settings = SimpleNamespace(
             answer_format=trained.get("answer_format", "xml"),
-            system_prompt_file=trained.get("system_prompt_file"),
+            **saved_system_prompt(trained),
+            prompt_format=trained.get("prompt_format", "chat"),
             chat_template_kwargs=trained.get("chat_template_kwargs") or "{}",
         )
         prompting = Prompting.of(settings)
@@ -66,7 +69,9 @@ def load_solver(
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
-    decoder = GroupDecoder(loaded, tokenizer, compiled=torch_compile)
+    end_answers_on(prompting.eos_id(tokenizer), tokenizer, loaded)
+    think_end = ANSWER_FORMATS[prompting.answer_format].think_end
+    decoder = GroupDecoder(loaded, tokenizer, think_end, compiled=torch_compile)
     return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
 
 
@@ -74,15 +79,13 @@ def solve(question, solver, temperature=0.0, seed=0):
     """A Solution of one question (a text), or a list of them of several (a list); temperature 0 is greedy."""
     questions = [question] if isinstance(question, str) else list(question)
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
-    ids = []
-    for text in questions:
-        prompt = prompting.build(decoder.tokenizer, text)
-        ids.append(decoder.tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    check_positions(decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
-    answers = decoder.complete(ids, Sampling(limit, temperature=temperature), seed)
+    asked = [prompting.encoded(decoder.tokenizer, Problem(text, "")) for text in questions]
+    check_positions(decoder.model, asked, solver)
+    answers = decoder.complete([p.ids for p in asked], Sampling(limit, temperature=temperature), seed)
     solutions = []
-    for text, [completion] in zip(questions, answers, strict=True):
-        solutions.append(solution_of(text, completion.text, completion.ended, prompting.answer_format))
+    for text, p, [completion] in zip(questions, asked, answers, strict=True):
+        whole = p.answered(completion)
+        solutions.append(solution_of(text, whole.text, whole.ended, prompting.answer_format))
     return solutions[0] if isinstance(question, str) else solutions
 
 
