@@ -67,7 +67,7 @@ def system_prompt(config):
 
 
 def saved_system_prompt(trained):
-    """system_prompt and system_prompt_file of a run_config.yaml; a file counts only where no text is saved."""
+    """system_prompt and system_prompt_file of a run_config.yaml; a file only where no text is saved."""
     text = trained.get("system_prompt")
     file = trained.get("system_prompt_file") if text is None else None
     return {"system_prompt": text, "system_prompt_file": file}
