@@ -141,7 +141,7 @@ class Prompting:
                 settle_template(tokenizer, self.chat_template_kwargs)
                 kwargs = {k: v for k, v in self.chat_template_kwargs.items() if k != "chat_template"}
                 return tokenizer.apply_chat_template(messages + answer, **how, **kwargs)
-            except (TemplateError, TypeError, ValueError) as error:
+            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
                 refusal = error
         raise DataError(f"the chat template of {name} cannot be filled in: {one_line(refusal)}") from refusal
 

@@ -1,8 +1,11 @@
 """--check."""
 
+import copy
 import json
+import shutil
 
 import pytest
+from tokenizers import normalizers
 
 import grpo_train
 from errors import SettingError
@@ -83,3 +86,25 @@ def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(fault_start,
     printed = check(settings_of(fault_start, tmp_path / "out", **given), capsys)
     assert "gold answers: 2 of 3 earn 1" in printed
     assert "train-0: '1' earns nan" in printed
+
+
+def test_the_check_reads_its_gold_through_the_tokenizer(fault_start, tokenizer, tmp_path, capsys):
+    """It called its gold right, while every tag of the model's answers was lost on the way."""
+    lossy = copy.deepcopy(tokenizer)
+    lossy.backend_tokenizer.normalizer = normalizers.Replace("<answer>", "")
+    shutil.copytree(fault_start / "model", tmp_path / "model")
+    lossy.save_pretrained(tmp_path / "model")
+    with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
+        check(settings_of(fault_start, tmp_path / "out", model=str(tmp_path / "model")), capsys)
+
+
+def test_the_check_pays_gold_and_near_misses_in_full_where_the_template_opens_the_answer(
+    fault_start, tokenizer, tmp_path, capsys
+):
+    opening = copy.deepcopy(tokenizer)
+    opening.chat_template += "{% if add_generation_prompt %}<reasoning>{% endif %}"
+    shutil.copytree(fault_start / "model", tmp_path / "model")
+    opening.save_pretrained(tmp_path / "model")
+    printed = check(settings_of(fault_start, tmp_path / "out", model=str(tmp_path / "model")), capsys)
+    assert "it opens the answer with '<reasoning>'" in printed
+    assert "30 of 30 earn 2.8" in printed
