@@ -217,12 +217,14 @@ class Prompting:
 
     def remarks(self, tokenizer, encoded):
         """Sentences on what somebody should know of these prompts before paying for a run; none is usual."""
-        if self.prompt_format == "raw":
-            return []
-        said = [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
-        prompt, ids = encoded[0].prompt, encoded[0].ids
-        opens_think = prompt.rstrip().endswith("<think>")
-        if opens_think and not encoded[0].opening:
+        prompt, ids, opening = encoded[0].prompt, encoded[0].ids, encoded[0].opening
+        said = []
+        if self.prompt_format == "chat":
+            said += [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
+        think_end = ANSWER_FORMATS[self.answer_format].think_end
+        if think_end in opening:
+            said.append(f"the prompt ends in {think_end!r}: no path of M3PO will be seen to end its thinking")
+        if prompt.rstrip().endswith("<think>") and not opening:
             said.append("the prompt ends inside a <think> block, which the answer format does not expect")
         before = ids_before(tokenizer)
         if before and ids[: len(before)] != before:

@@ -17,12 +17,12 @@ from decoding.tokens import token_tables
 from errors import DataError, SettingError
 from learning.log_probs import Scorer
 from problems.problem import EncodedProblem, Problem
-from problems.prompts import Prompting
+from problems.prompts import Prompting, prepare_problems
 from rewards import ANSWER_FORMATS, extract_answer, r1_format_reward
 from running.folder import save_model
 from running.settings import TrainConfig, names_with
 from small_models import CHAT_TEMPLATE, a_model_and_problems, build_model, with_layers
-from solver import load_solver
+from solver import load_solver, solve
 
 
 def encoded(tokenizer, question, answer, solution):
@@ -223,6 +223,38 @@ def test_what_is_taught_as_the_end_ends_decoding_everywhere_and_is_saved_with_th
     assert load_solver(base["model"]).decoder.tables.eos_ids == ends
     asked = grpo_eval.Config(model=base["model"], dataset=shared["dataset"], output_dir=str(tmp_path))
     assert grpo_eval.LocalModel(asked, torch.device("cpu")).decoder.tables.eos_ids == ends
+
+
+def test_raw_rows_are_trained_on_sampled_and_evaluated_as_one_text(tokenizer, tmp_path):
+    """The MATH script's rows: a prompt that opens <think>, and what is to be learnt after it."""
+    save_model(with_layers(build_model("llama", tokenizer), 1), tokenizer, tmp_path / "m", torch.float32)
+    rows = [
+        {"prompt": f" {n}?\nAssistant: <think>", "response": f" so </think> <answer> {n} </answer>"}
+        for n in range(5)
+    ]
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = dict(dataset=str(data), answer_format="r1", prompt_format="raw", batch_size=2, cpu_threads=1)
+    shared |= dict(max_completion_length=60)
+    config = sft_train.Config(**shared, model=str(tmp_path / "m"), output_dir=str(tmp_path / "sft"))
+    problems, _, _ = prepare_problems(config, tokenizer, responses=True)
+    pairs = sft_train.responses(problems, tokenizer, config)
+    written = [tokenizer.decode(p.ids + ids) for p, ids in pairs]
+    assert written == [f"{row['prompt']}{row['response']}<|im_end|>" for row in rows]
+    start = str(sft_train.train(replace(config, num_epochs=None, num_steps=1)))
+    grpo = dict(num_steps=1, num_generations=2, beta=0.0, eval_every=0, reward_set="math")
+    config = grpo_train.Config(**shared, **grpo, model=start, output_dir=str(tmp_path / "grpo"))
+    folder = grpo_train.train(config).folder
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["prompt"] for line in lines} <= {row["prompt"] for row in rows}
+    assert all(line["completion"].startswith("<think>") for line in lines)
+    asked = grpo_eval.Config(model=start, dataset=str(data), split="train", output_dir=str(tmp_path / "e"))
+    kept = {}
+    model = grpo_eval.LocalModel(asked, torch.device("cpu"))
+    model.ask([0, 1], lambda i, answers: kept.update({i: answers[0].text}))
+    assert [question.prompt for question in model.questions] == [row["prompt"] for row in rows]
+    assert kept[0].startswith("<think>")
+    assert solve("1+1", load_solver(start)).completion.startswith("<think>")
 
 
 def test_sft_inherits_from_the_grpo_run_only_settings_that_exist():
