@@ -35,7 +35,7 @@ from errors import SettingError
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
 from learning.parallel import shard
 from m3po_module import SIMILARITIES
-from problems.problem import EncodedProblem
+from problems.problem import EncodedProblem, Problem
 from problems.prompts import (
     Prompting,
     problems_of,
@@ -489,7 +489,7 @@ def evaluate(config):
 
 def answer(config):
     """`--ask` and `--questions`: print answers, or write them as JSON lines."""
-    questions = [config.ask] if config.ask is not None else read_questions(config.questions)
+    questions = [Problem(config.ask, "")] if config.ask is not None else read_questions(config.questions)
     solver = load_solver(
         config.model,
         Prompting.of(config),
@@ -505,10 +505,16 @@ def answer(config):
             texts = [f"Question: {s.question}\n\n{text}" for s, text in zip(solutions, texts, strict=True)]
         print("\n\n".join(texts))
         return
-    rows = [training_row(solution) for solution in solutions]
+    columns = [question_column(problem, config) for problem in questions]
+    rows = [training_row(solution, column) for solution, column in zip(solutions, columns, strict=True)]
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")
+
+
+def question_column(problem, config):
+    """The column in which a problem is asked again from the same prompt: raw prompts stand as they are."""
+    return "prompt" if problem.is_prompt or config.prompt_format == "chat" else "question"
 
 
 def compare_evaluations(config):

@@ -19,7 +19,7 @@ from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
 from problems.problem import Problem
-from problems.prompts import Prompting, saved_system_prompt
+from problems.prompts import Prompting, saved_system_prompt, system_prompt_text
 from problems.sources import QUESTION
 from reporting.files import read_run_config
 
@@ -64,6 +64,7 @@ def load_solver(
             prompt_format=trained.get("prompt_format", "chat"),
             chat_template_kwargs=trained.get("chat_template_kwargs") or "{}",
         )
+        settings.system_prompt = system_prompt_text(settings)
         prompting = Prompting.of(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
@@ -76,16 +77,20 @@ def load_solver(
 
 
 def solve(question, solver, temperature=0.0, seed=0):
-    """A Solution of one question (a text), or a list of them of several (a list); temperature 0 is greedy."""
+    """A Solution of one question (a text), or a list of them of several (a list); temperature 0 is greedy.
+
+    Among several there may be Problems.
+    """
     questions = [question] if isinstance(question, str) else list(question)
+    problems = [Problem(asked, "") if isinstance(asked, str) else asked for asked in questions]
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
-    asked = [prompting.encoded(decoder.tokenizer, Problem(text, "")) for text in questions]
+    asked = [prompting.encoded(decoder.tokenizer, problem) for problem in problems]
     check_positions(decoder.model, asked, solver)
     answers = decoder.complete([p.ids for p in asked], Sampling(limit, temperature=temperature), seed)
     solutions = []
-    for text, p, [completion] in zip(questions, asked, answers, strict=True):
-        whole = p.answered(completion)
-        solutions.append(solution_of(text, whole.text, whole.ended, prompting.answer_format))
+    for p, [completion] in zip(asked, answers, strict=True):
+        text = p.answered(completion).text
+        solutions.append(solution_of(p.problem.question, text, completion.ended, prompting.answer_format))
     return solutions[0] if isinstance(question, str) else solutions
 
 
@@ -99,7 +104,7 @@ def solution_of(question, completion, finished, answer_format):
 
 
 def read_questions(path):
-    """The questions of a text file, one a line, or of JSON lines."""
+    """The questions of a text file, one a line, or of JSON lines, as Problems."""
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -108,23 +113,24 @@ def read_questions(path):
     if not numbered:
         raise DataError(f"{path}: holds no question")
     if Path(path).suffix != ".jsonl":
-        return [line for _, line in numbered]
+        return [Problem(line, "") for _, line in numbered]
     return [_question_of(line, f"{path} line {number}") for number, line in numbered]
 
 
 def _question_of(line, where):
-    """The question in a line of JSON."""
+    """The question in a line of JSON, as a Problem."""
     try:
         row = json.loads(line)
-        return next(row[key] for key in QUESTION if isinstance(row.get(key), str))
+        key = next(key for key in QUESTION if isinstance(row.get(key), str))
+        return Problem(row[key], "", is_prompt=key == "prompt")
     except (json.JSONDecodeError, AttributeError, StopIteration) as error:
         raise DataError(f"{where}: is not a JSON object with a {' or '.join(QUESTION)}") from error
 
 
-def training_row(solution):
-    """A solution as sft_train.py reads it."""
+def training_row(solution, column="prompt"):
+    """A solution as sft_train.py reads it, the question in a column of this name."""
     row = asdict(solution)
-    return {"prompt": row.pop("question"), "response": row.pop("completion"), **row}
+    return {column: row.pop("question"), "response": row.pop("completion"), **row}
 
 
 def readable(solution):

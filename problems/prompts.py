@@ -54,9 +54,8 @@ def template_kwargs(config):
 
 
 def system_prompt(config):
-    """The user's text or file, else the format's own; the user's must name what ends the reasoning."""
-    chosen = ANSWER_FORMATS[config.answer_format]
-    text = system_prompt_text(config)
+    """The user's text, else the format's own; the user's must name what ends the reasoning."""
+    chosen, text = ANSWER_FORMATS[config.answer_format], config.system_prompt
     if text is None:
         return (config.prompt_format == "raw" and chosen.raw_prompt) or chosen.system_prompt
     if chosen.think_end not in text:
@@ -74,7 +73,10 @@ def saved_system_prompt(trained):
 
 
 def system_prompt_text(config):
-    """The text of system_prompt, or that of system_prompt_file; None where neither is given."""
+    """The text of system_prompt, or that of system_prompt_file; None where neither is given.
+
+    Read once, when a Config is made: the file may change while a run goes on.
+    """
     text, file = config.system_prompt, config.system_prompt_file
     if file is None:
         return text
@@ -224,6 +226,9 @@ class Prompting:
         think_end = ANSWER_FORMATS[self.answer_format].think_end
         if think_end in opening:
             said.append(f"the prompt ends in {think_end!r}: no path of M3PO will be seen to end its thinking")
+        closed = (tag for tag in ANSWER_FORMATS[self.answer_format].tags if tag.startswith("</"))
+        if tag := next((tag for tag in closed if prompt.rstrip().endswith(tag)), None):
+            said.append(f"the prompt ends in {tag} already, which the answer format writes once more")
         if prompt.rstrip().endswith("<think>") and not opening:
             said.append("the prompt ends inside a <think> block, which the answer format does not expect")
         before = ids_before(tokenizer)

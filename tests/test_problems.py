@@ -706,6 +706,7 @@ REMARKS = {
     "no system prompt": ("{{ messages[-1].content }}", ["leaves the system prompt out"]),
     "half the question": ("S how\n many {{ messages[-1].content[:9] }}", ["parts of it out"]),
     "a think block": (CHAT_TEMPLATE + "<think>\n", ["inside a <think> block"]),
+    "an empty block": (CHAT_TEMPLATE + "<reasoning></reasoning>", ["ends in </reasoning> already"]),
     "trimmed": (CHAT_TEMPLATE.replace("m['content']", "m['content'] | trim"), []),
 }
 

@@ -12,6 +12,7 @@ import grpo_train
 from decoding.rollout import Completion
 from errors import SettingError
 from running.parsing import parse_config
+from sft_train import warm_start_settings
 from small_recipes import config_of
 from solver import load_solver, readable, solve
 
@@ -62,9 +63,17 @@ def test_a_system_prompt_s_text_is_saved_with_the_run_whatever_becomes_of_its_fi
     assert given.system_prompt == "Other words, </reasoning>.", "a file that is given wins"
     with pytest.raises(SettingError, match="says something else than system_prompt"):
         replace(config, system_prompt=saved)
+    (tmp_path / "sft.yaml").write_text("num_steps: 1\nnum_epochs: null\n")
+    config = replace(
+        config, system_prompt_file=None, system_prompt=saved, warm_start=str(tmp_path / "sft.yaml")
+    )
+    assert warm_start_settings(config).system_prompt == saved
+    (tmp_path / "own.yaml").write_text(f"system_prompt_file: {file}\n")
+    own = replace(config, warm_start=str(tmp_path / "own.yaml"))
+    assert warm_start_settings(own).system_prompt == "Other words, </reasoning>.", "its own file wins"
     file.unlink()
     assert load_solver(out).prompting.system_prompt == grpo_eval.Config(**asked).system_prompt == saved
-    assert replace(config, system_prompt=saved).system_prompt == saved
+    assert replace(config, system_prompt_file=str(file)).system_prompt == saved
 
 
 def test_a_question_past_the_model_s_positions_is_refused(recipe_run):
