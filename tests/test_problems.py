@@ -583,8 +583,9 @@ def test_the_eos_to_train_is_found_behind_changed_text_and_added_tokens(tokenize
     """A template in upper case taught <|im_start|>, the first special token of the whole text."""
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for change in ("upper", "trim", "replace('T', 't')"):
-        template = CHAT_TEMPLATE.replace("m['content']", f"m['content'] | {change}")
-        assert PLAIN.eos_id(copy_of(tokenizer, template)) == end
+        changed = copy_of(tokenizer, CHAT_TEMPLATE.replace("m['content']", f"m['content'] | {change}"))
+        changed.eos_token = "<|endoftext|>"
+        assert PLAIN.eos_id(changed) == end
     assert PLAIN.eos_id(copy_of(tokenizer, "<|im_start|>{{ messages[0].content }}")) == end  # no answer in it
     turn = "{% for m in messages %}{{ m['content'] }}\n\n<turn>{% endfor %}"
     ordinary = copy_of(copy.deepcopy(tokenizer), turn)
