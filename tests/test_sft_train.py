@@ -242,6 +242,9 @@ def test_raw_rows_are_trained_on_sampled_and_evaluated_as_one_text(tokenizer, tm
     written = [tokenizer.decode(p.ids + ids) for p, ids in pairs]
     assert written == [f"{row['prompt']}{row['response']}<|im_end|>" for row in rows]
     start = str(sft_train.train(replace(config, num_epochs=None, num_steps=1)))
+    card = (tmp_path / "sft" / "README.md").read_text()
+    assert 'prompt = system.replace("{question}", "A pen costs 3 dollars.' in card
+    assert "chat = [" not in card
     grpo = dict(num_steps=1, num_generations=2, beta=0.0, eval_every=0, reward_set="math")
     config = grpo_train.Config(**shared, **grpo, model=start, output_dir=str(tmp_path / "grpo"))
     folder = grpo_train.train(config).folder
