@@ -156,10 +156,15 @@ class Prompting:
             raise DataError(f"{what}, for which prompt_format raw has no template: say prompt_format chat")
         if problem.is_prompt:
             return problem.question
+        return self.raw_template.replace(QUESTION_PLACE, problem.question)
+
+    @property
+    def raw_template(self):
+        """The system prompt with a place for the question, which is behind it where it names none."""
         if QUESTION_PLACE in self.system_prompt:
-            return self.system_prompt.replace(QUESTION_PLACE, problem.question)
+            return self.system_prompt
         before = f"{self.system_prompt}\n\n" if self.system_prompt else ""
-        return f"{before}Question: {problem.question}\nAnswer: "
+        return f"{before}Question: {QUESTION_PLACE}\nAnswer: "
 
     def ids(self, tokenizer, prompt):
         """The ids of a prompt. Chat templates write their own BOS; a raw prompt gets the tokenizer's."""
