@@ -30,12 +30,19 @@ from answers.numbers import last_number, parse_number
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.server import complete, connect
+from decoding.tokens import end_answers_on
 from errors import SettingError
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
 from learning.parallel import shard
 from m3po_module import SIMILARITIES
-from problems.problem import EncodedProblem
-from problems.prompts import Prompting, problems_of, system_prompt
+from problems.problem import EncodedProblem, Problem
+from problems.prompts import (
+    Prompting,
+    problems_of,
+    saved_system_prompt,
+    system_prompt_text,
+    template_kwargs,
+)
 from reporting.comparison import Side, compare, compare_two
 from reporting.evaluation import summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
@@ -73,6 +80,8 @@ class Config:
     system_prompt_file: str | None = from_training(
         None, "a text file to use instead of the format's own system prompt"
     )
+    system_prompt: str | None = from_training(None, "the same as a text")
+    prompt_format: str | None = from_training("chat", "chat or raw, as for grpo_train.py")
     chat_template_kwargs: str | None = from_training("{}", "JSON object handed to the chat template")
     by: list[str] | None = setting(
         None, "columns of the data to report accuracy by, beside subject and level"
@@ -136,6 +145,8 @@ class Config:
 
     def __post_init__(self):
         trained = read_run_config(self.model)
+        object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
+        trained |= saved_system_prompt(trained if self.system_prompt is None else {})
         for field in dataclasses.fields(self):
             if "from_training" in field.metadata and getattr(self, field.name) is None:
                 value = trained.get(field.name, field.metadata["from_training"])
@@ -216,11 +227,12 @@ class LocalModel:
         tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         self.config, self.report = config, {"model": config.model}
         prompting, longest = Prompting.of(config), config.max_prompt_length
-        encoded = prompting.encode(tokenizer, read_problems(config), longest)
-        self.questions, self.skipped = encoded
+        self.questions, self.skipped = prompting.encode(tokenizer, read_problems(config), longest)
+        self.remarks = prompting.remarks(tokenizer, self.questions)
         self.folder = new_folder(config, config.model)
         dtype = rollout_dtype(config)
         model = load_model(config.model, tokenizer, dtype, device, config.trust_remote_code).eval()
+        end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
         self.identity = fingerprint(model)
         think_end = ANSWER_FORMATS[config.answer_format].think_end
@@ -232,9 +244,12 @@ class LocalModel:
         """Answer the questions at these indices, and call keep(index, answers) as each one ends."""
         prompts = [self.questions[i].ids for i in indices]
         how = dict(seed=self.config.seed, batch_rows=self.config.batch_size, indices=indices)
-        self.decoder.complete(
-            prompts, self.config.sampling, keep=lambda i, made: keep(i, answers_of(made)), **how
-        )
+        keep_answers = lambda i, made: keep(i, self._answers(i, made))  # noqa: E731
+        self.decoder.complete(prompts, self.config.sampling, keep=keep_answers, **how)
+
+    def _answers(self, i, completions):
+        """The answers to question i, what its prompt opened of them included."""
+        return answers_of([self.questions[i].answered(completion) for completion in completions])
 
     def ask_interacting(self, indices, keep):
         """The same with the samples of a question as paths that interact, from the single paths' draws."""
@@ -248,7 +263,7 @@ class LocalModel:
             rollout = self.decoder.rollout(prompts, config.sampling, draws)
             completions = self.decoder.completions(rollout)
             for n, i in enumerate(batch):
-                keep(i, answers_of(completions[n * G : (n + 1) * G]))
+                keep(i, self._answers(i, completions[n * G : (n + 1) * G]))
 
 
 def answers_of(completions):
@@ -256,26 +271,39 @@ def answers_of(completions):
 
 
 class ServerModel:
-    """A server's model: it gets the messages, and its own chat template makes the prompt of them."""
+    """A server's model: it gets the messages, and its own chat template makes the prompt of them.
 
-    skipped = 0
+    With prompt_format raw it gets the prompt as text.
+    """
+
+    skipped, remarks = 0, ()
 
     def __init__(self, config):
         problems = read_problems(config)
         key = os.environ.get("OPENAI_API_KEY", "")
         self.config = config
-        self.server = connect(config.api, config.api_model, key, config.api_timeout)
+        kwargs = template_kwargs(config)
+        self.server = connect(config.api, config.api_model, key, config.api_timeout, kwargs)
         self.identity = self.server.model
         self.report = {"model": self.server.model, "api": config.api}
-        system = {"role": "system", "content": system_prompt(config)}
-        self.chats = [[system, {"role": "user", "content": problem.question}] for problem in problems]
-        pairs = zip(problems, self.chats, strict=True)
-        self.questions = [EncodedProblem(problem, json.dumps(chat), []) for problem, chat in pairs]
+        prompting = Prompting.of(config)
+        ask, opening_of = prompting.messages, ANSWER_FORMATS[config.answer_format].opening
+        if config.prompt_format == "raw":
+            ask = prompting.raw_prompt
+        self.chats = [ask(problem) for problem in problems]
+        texts = [chat if isinstance(chat, str) else json.dumps(chat) for chat in self.chats]
+        pairs = zip(problems, texts, strict=True)
+        self.questions = [EncodedProblem(problem, text, [], opening_of(text)) for problem, text in pairs]
         self.folder = new_folder(config, self.server.model)
 
     def ask(self, indices, keep):
         """As LocalModel.ask."""
         config = self.config
+
+        def keep_answers(i, answers):
+            opening = self.questions[i].opening
+            keep(i, [Answer(opening + text, tokens, ended) for text, tokens, ended in answers])
+
         complete(
             self.server,
             [self.chats[i] for i in indices],
@@ -283,7 +311,7 @@ class ServerModel:
             config.seed,
             config.api_at_once,
             indices,
-            lambda i, answers: keep(i, [Answer(*answer) for answer in answers]),
+            keep_answers,
         )
 
 
@@ -434,6 +462,9 @@ def evaluate(config):
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     asked = LocalModel(config, accelerator.device) if config.api is None else ServerModel(config)
     begin(asked, config, accelerator)
+    if accelerator.is_main_process:
+        for remark in asked.remarks:
+            print(f"note: {remark}", flush=True)
     started = time.perf_counter()
     answers = {"samples": answer_all("answers", asked, accelerator, asked.ask)}
     if config.m3po:
@@ -458,7 +489,7 @@ def evaluate(config):
 
 def answer(config):
     """`--ask` and `--questions`: print answers, or write them as JSON lines."""
-    questions = [config.ask] if config.ask is not None else read_questions(config.questions)
+    questions = [Problem(config.ask, "")] if config.ask is not None else read_questions(config.questions)
     solver = load_solver(
         config.model,
         Prompting.of(config),
@@ -474,10 +505,16 @@ def answer(config):
             texts = [f"Question: {s.question}\n\n{text}" for s, text in zip(solutions, texts, strict=True)]
         print("\n\n".join(texts))
         return
-    rows = [training_row(solution) for solution in solutions]
+    columns = [question_column(problem, config) for problem in questions]
+    rows = [training_row(solution, column) for solution, column in zip(solutions, columns, strict=True)]
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")
+
+
+def question_column(problem, config):
+    """The column in which a problem is asked again from the same prompt: raw prompts stand as they are."""
+    return "prompt" if problem.is_prompt or config.prompt_format == "chat" else "question"
 
 
 def compare_evaluations(config):

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
+from decoding.tokens import end_answers_on
 from errors import SettingError
 from learning.inspection import debug_every, inspect_group
 from learning.learner import NOT_FINITE, make_learner
@@ -27,7 +28,7 @@ from learning.memory import peak_gib
 from learning.models import check_positions, load_models, load_tokenizer, refresh
 from learning.parallel import max_over_processes
 from m3po_module import SIMILARITIES
-from problems.prompts import prepare_problems
+from problems.prompts import Prompting, prepare_problems
 from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
 from running import preflight
 from running.contract import inputs_of
@@ -215,6 +216,7 @@ def train(config, reward_functions=None, problems=None):
         tokenizer = load_tokenizer(start, config.trust_remote_code)
         problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
         policy, sampler, reference = load_models(config, start, tokenizer, run.device)
+        end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
         check_positions(policy, problems + held_out, config)
         decoder = GroupDecoder(
             sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
@@ -410,7 +412,10 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
     uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
     uniforms = uniforms[list(groups)].flatten(0, 1)
     rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
-    return Sampled(batch, problems, rollout, decoder.completions(rollout), [retry] * len(problems))
+    rows = [p for p in problems for _ in range(G)]
+    pairs = zip(rows, decoder.completions(rollout), strict=True)
+    completions = [p.answered(completion) for p, completion in pairs]
+    return Sampled(batch, problems, rollout, completions, [retry] * len(problems))
 
 
 def score(run, reward_functions, sampled, step):
@@ -555,6 +560,8 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a "
         f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
+    for remark in Prompting.of(config).remarks(decoder.tokenizer, problems):
+        run.say(f"note: {remark}")
 
 
 def rollout_metrics(run, sampled, right, rewards):

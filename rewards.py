@@ -347,7 +347,7 @@ def reward_columns(problems, texts, completion_ids, answer_format):
     names = dict.fromkeys(name for p in problems for name in p.more)
     more = {name: [p.more.get(name) for p in problems] for name in names}
     return more | dict(
-        prompts=[[{"role": "user", "content": p.question}] for p in problems],
+        prompts=[list(p.messages) or [{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
         completion_ids=completion_ids,
         answer=[p.answer for p in problems],

@@ -18,6 +18,7 @@ import torch
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
+from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.learner import NOT_FINITE, make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
@@ -77,15 +78,20 @@ class Config(TrainConfig):
 
 
 def responses(problems, tokenizer, config):
-    """Pairs of a problem and the ids to learn, which end on the EOS of the chat template.
+    """Pairs of a problem and the ids to learn, which go on from the prompt and end on the EOS of the chat
+    template.
 
     Longer responses than max_completion_length are left out.
     """
     answer_format, eos = ANSWER_FORMATS[config.answer_format], Prompting.of(config).eos_id(tokenizer)
+    if eos is None:
+        remedy = "the tokenizer names no EOS token, and the chat template writes none: set eos_token"
+        raise SettingError("model", config.model, f"{remedy} in tokenizer_config.json")
     kept = []
     for p in problems:
         text = p.problem.response or _worked_answer(p.problem, answer_format, config)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [eos]
+        ids = tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)["input_ids"]
+        ids += [eos] if ids[-1:] != [eos] else []  # some data ends its responses on it already
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))
     if not kept:
@@ -129,7 +135,9 @@ def train(config, outer=None):
         policy = load_policy(config, config.model, tokenizer, run.device)
         check_positions(policy, problems + held_out, config)
         sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
-        decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
+        end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
+        think_end = ANSWER_FORMATS[config.answer_format].think_end
+        decoder = GroupDecoder(sampler, tokenizer, think_end, compiled=config.torch_compile)
         total = steps_to_do(config, len(pairs))
         learner = make_learner(config, run.accelerator, policy, None, decoder, total)
 
@@ -142,6 +150,8 @@ def train(config, outer=None):
         if not run.is_finished:
             used = f"{len(pairs)} of {len(problems)} problems, {skipped} prompts too long"
             run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
+            for remark in Prompting.of(config).remarks(tokenizer, problems):
+                run.say(f"note: {remark}")
 
         for _ in run.steps(evaluate_first=False):
             with run.timed("step_seconds"):
@@ -174,8 +184,12 @@ def rows_loss(learner, batch, tokens, rows):
 def warm_start_settings(config):
     """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's."""
     settings = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
+    settings["system_prompt_file"] = None  # its text is in system_prompt
     try:
-        settings |= settings_from_file(Config, config.warm_start)
+        given = settings_from_file(Config, config.warm_start)
+        if "system_prompt_file" in given:
+            settings["system_prompt"] = None
+        settings |= given
         settings |= {
             "output_dir": str(Path(config.output_dir) / "warm_start"),
             "resume": config.resume,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from errors import RunError, SettingError
 from learning.models import merged_state
 from learning.parallel import first_over_processes
-from problems.prompts import system_prompt
+from problems.prompts import Prompting
 from problems.sources import HUB
 from reporting.card import model_card, push
 from reporting.files import FINISHED, LOGS, MODEL_FILES, read_run_config, write_whole
@@ -200,7 +200,10 @@ def upload(run, note):
 def _card(config, folder):
     address = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
     recipe = names_with(type(config), "in_card")
-    return model_card(resolved(config), folder, system_prompt(config), address, recipe)
+    prompting = Prompting.of(config)
+    is_raw = prompting.prompt_format == "raw"
+    asks_with = prompting.raw_template if is_raw else prompting.system_prompt
+    return model_card(resolved(config), folder, asks_with, address, recipe)
 
 
 def save_adapter(model, folder):

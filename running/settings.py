@@ -14,7 +14,7 @@ from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
 from errors import SettingError
-from problems.prompts import Prompting
+from problems.prompts import Prompting, system_prompt_text
 from rewards import GRADINGS
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
@@ -77,6 +77,17 @@ class TrainConfig:
     )
     system_prompt_file: str | None = setting(
         None, "a text file to use instead of the format's own system prompt", inherited=True
+    )
+    system_prompt: str | None = setting(
+        None,
+        "the same as a text; that of system_prompt_file is kept here, with the run and its model",
+        inherited=True,
+    )
+    prompt_format: str = setting(
+        "chat",
+        "chat: the chat template makes the prompt; raw: the text of a `prompt` column as it stands, or the "
+        "system prompt with the question in the place of its {question}; r1 then asks as R1-Zero does",
+        inherited=True,
     )
     chat_template_kwargs: str = setting(
         "{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}', inherited=True
@@ -293,10 +304,11 @@ def needs_package(config, name, needed, package, otherwise, install=None):
 
 
 def check_prompting(config):
-    """The settings that decide what the model reads, shared with the evaluation."""
+    """The settings that decide what the model reads, shared with the evaluation; keeps a file's text."""
     check_one_of(config, "grading", GRADINGS)
     math_verify = "'math-verify[antlr4-13-2]'"
     needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
+    object.__setattr__(config, "system_prompt", system_prompt_text(config))
     Prompting.of(config)
 
 

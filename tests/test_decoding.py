@@ -167,6 +167,31 @@ def test_a_text_ends_before_its_eos_and_has_no_special_tokens_and_no_clean_up(ll
     assert decoder.text(ids, False) == "pens , 12 ."
 
 
+@pytest.mark.parametrize("think_end", ["</reasoning>", "####"])
+def test_tags_that_a_tokenizer_calls_special_are_text_and_end_the_thinking(llama, tokenizer, think_end):
+    """They were stripped before grading (accuracy 0.000), and no path ever stopped thinking."""
+    tagged = copy.deepcopy(tokenizer)
+    tagged.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>", think_end, "<|x|>"]})
+    model = build_model("llama", tokenizer)
+    model.resize_token_embeddings(len(tagged))
+    decoder = GroupDecoder(model, tagged, think_end)
+    text = f"so {think_end}<answer>17</answer>"
+    ids = tagged(f"<|im_start|>so {think_end}<answer>17</answer><|x|>")["input_ids"]
+    assert decoder.text([*ids, tagged.eos_token_id], True) == text
+    state = 0
+    for i in ids[: ids.index(tagged.convert_tokens_to_ids(think_end)) + 1]:
+        assert state < len(think_end)
+        state = int(decoder.tables.next_state[state, i])
+    assert state == len(think_end)
+
+
+def test_a_tokenizer_s_own_tokens_are_no_text_though_they_look_like_tags(llama, tokenizer):
+    named = copy.deepcopy(tokenizer)
+    named.add_special_tokens({"bos_token": "<s>", "unk_token": "<unk>"})
+    model = build_model("llama", tokenizer)
+    assert GroupDecoder(model, named).text(named("<s>17<unk>")["input_ids"], False) == "17"
+
+
 @torch.no_grad()
 def test_groups_never_see_each_other(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, k3_divergence, token_weights
 from learning.log_probs import Scorer
+from problems.problem import EncodedProblem
 from running.settings import names_with
 from small_models import build_model
 from small_update import small_update
@@ -235,7 +235,7 @@ def test_a_row_is_drawn_by_its_number_in_the_batch_whoever_samples_it(tokenizer,
     """I10, and at the temperature of the settings; an extra rollout draws anew."""
     decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
     config = Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0)
-    batch = [SimpleNamespace(ids=ids) for ids in prompts]
+    batch = [EncodedProblem(None, "", ids) for ids in prompts]
     whole = grpo_train.sample_groups(config, decoder, batch, 2, range(5))
     part = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4))
     again = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4), retry=1)
