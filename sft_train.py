@@ -21,12 +21,12 @@ from decoding.rollout import Rollout, pad_right
 from errors import DataError, SettingError
 from learning.learner import NOT_FINITE, make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
-from learning.parallel import max_over_processes, shard
+from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems
 from reporting.files import write_whole
 from running.evaluation import held_out_accuracy
-from running.launching import check_shares, launch, starts_processes
-from running.parsing import parse_config, run_main, settings_from_file
+from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
+from running.parsing import run_main, settings_from_file
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
@@ -120,12 +120,15 @@ def train(config, outer=None):
     outer: the run that this is the warm start of.
     """
     with Run(config, SHOWN, outer) as run:
-        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
-        pairs = responses(problems, tokenizer, config)
-        policy = load_policy(config, config.model, tokenizer, run.device)
-        check_positions(policy, problems + held_out, config)
-        sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
+        start = run.find_folder(config.model, "model")
+        with together():
+            tokenizer = load_tokenizer(start, config.trust_remote_code)
+            problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
+            pairs = responses(problems, tokenizer, config)
+            policy = load_policy(config, start, tokenizer, run.device)
+            check_positions(policy, problems + held_out, config)
+            sampler = load_frozen(config, start, tokenizer, run.device) if config.eval_every else policy
+        refuse_other_start(config, problems + held_out, sampler)
         decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
         total = steps_to_do(config, len(pairs))
         learner = make_learner(config, run.accelerator, policy, None, decoder, total)
@@ -190,13 +193,14 @@ def warm_start(config, run):
     With resume, a warm start that was cut off is gone on with.
     """
     if config.warm_start == "none":
-        return config.model
+        return run.find_folder(config.model, "model")
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
     note, compared = folder / "warm_start.json", json.loads(json.dumps(resolved(settings)))
     free = free_on_resume(Config)
     compared = {name: value for name, value in compared.items() if name not in free}
-    is_whole = is_main and note.exists() and json.loads(note.read_text()) == compared
+    with together():
+        is_whole = is_main and note.exists() and json.loads(note.read_text()) == compared
     if not max_over_processes(is_whole):
         if is_main:
             note.unlink(missing_ok=True)
@@ -204,11 +208,11 @@ def warm_start(config, run):
         if is_main:
             write_whole(note, json.dumps(compared))
     run.accelerator.wait_for_everyone()
-    return str(folder)
+    return run.find_folder(folder)
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

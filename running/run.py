@@ -3,18 +3,19 @@
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from errors import Interrupted, RunError, Stopped
 from learning.learner import NOT_FINITE
-from learning.parallel import max_over_processes, shard
+from learning.parallel import first_over_processes, max_over_processes, shard, together
 from reporting.files import FINISHED
 from running.checkpoint import Checkpoints, finished_steps
 from running.folder import finish, lock_folder, refuse_used, save_best, start_logs
-from running.launching import start_processes
+from running.launching import folder_of_first, start_processes
 from running.log import MetricsLog
 from running.progress import Progress
 from running.stop import Stop
@@ -31,12 +32,15 @@ class Run:
         self.config, self.shown, self.outer = config, shown, outer
         self.progress, self.saved_step, self.is_finished = Progress(), 0, False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.copies = ExitStack()  # of what only the first of several machines has
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # this step's included; those of progress are without
 
     def __enter__(self):
         self.accelerator = start_processes(self.config)
-        refuse_used(self.config)
+        with together():
+            if self.accelerator.is_main_process:
+                refuse_used(self.config)
         self.stop = self.outer.stop if self.outer else Stop(self.config.stop_after)
         return self
 
@@ -45,6 +49,7 @@ class Run:
             if kind is Stopped:
                 self.save_and_leave()
         finally:
+            self.copies.close()
             if self.outer is None:
                 self.stop.restore()
             if self.lock is not None:
@@ -59,7 +64,10 @@ class Run:
         self.learner, self.evaluate, self.steps_per_iteration, self.total = learner, evaluate, steps, total
         self.folder, self.lock = lock_folder(self.config, self.accelerator)
         self.checkpoints = Checkpoints(self, problems)
-        finished = finished_steps(self.folder / FINISHED) if self.config.resume else 0
+        with together():
+            is_asked = self.config.resume and self.accelerator.is_main_process
+            finished = finished_steps(self.folder / FINISHED) if is_asked else 0
+        finished = first_over_processes(finished) or 0
         if finished >= total:
             self.is_finished = True
             self.say(f"nothing is left to do: {self.folder} finished its {finished} steps")
@@ -70,6 +78,10 @@ class Run:
         self.saved_step = self.progress.step
         start_logs(self, anew=state is None)
         self.log = MetricsLog(self)
+
+    def find_folder(self, folder, setting=None):
+        """Where this process finds a folder of the first process until the run ends; a hub id as it is."""
+        return self.copies.enter_context(folder_of_first(folder, Path(self.config.output_dir), setting))
 
     def steps(self, evaluate_first=True):
         """Yield the number of each step that is left; evaluate before the very first, save after the last."""
