@@ -142,7 +142,7 @@ def test_another_model_of_the_same_name_is_refused(tmp_path, second_of_two, monk
     monkeypatch.setattr(
         parallel,
         "gather_object",
-        lambda mine: mine + [(("1", "far"), there if isinstance(mine[0][1], dict) else None)],
+        lambda mine: [*mine, (("1", "far"), there if isinstance(mine[0][1], dict) else None)],
     )
     with (
         pytest.raises(SharedError, match=r"config.json': is another on node 1"),
@@ -233,7 +233,7 @@ def stop_one(nodes, folders, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--lora_r 4", "--fsdp true"])
 def test_two_nodes_killed_and_resumed_end_like_one_machine_of_two_processes(more, two, tmp_path):
-    """Only the first node's disk has the run; warm start, checkpoints and model reach the other from there."""
+    """Only the first node's disk has the run; warm start, checkpoints and model are sent from there."""
     words = [*FLAGS.split(), *more.split()]
     one = tmp_path / "one"
     shutil.copytree(two[0], one)
