@@ -86,7 +86,10 @@ def launch(processes):
 
 def end_with_parent():
     """Let Linux kill this process when the one that started it is gone, however that went."""
-    if os.environ.get(PARENT) == str(os.getppid()) and sys.platform == "linux":
+    is_child = (
+        os.environ.get(PARENT) == str(os.getppid()) or "TORCHELASTIC_RUN_ID" in os.environ
+    )  # torchrun's
+    if is_child and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
