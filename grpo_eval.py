@@ -32,8 +32,8 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
 from errors import SettingError
-from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
-from learning.parallel import shard
+from learning.models import check_positions, fingerprint, load_model, load_tokenizer, rollout_dtype
+from learning.parallel import is_first_of_node, shard, together
 from m3po_module import SIMILARITIES
 from problems.problem import EncodedProblem, Problem
 from problems.prompts import (
@@ -44,12 +44,19 @@ from problems.prompts import (
     template_kwargs,
 )
 from reporting.comparison import Side, compare, compare_two
-from reporting.evaluation import summarise, told, write_evaluation
+from reporting.evaluation import forget_answers, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, right_answers
-from running.launching import end_with_parent, launch, starts_processes
-from running.parsing import parse_config, run_main
+from running.launching import (
+    end_with_parent,
+    folder_of_first,
+    launch,
+    parse_on_all,
+    refuse_other_start,
+    starts_processes,
+)
+from running.parsing import run_main
 from running.settings import check, check_one_of, check_prompting, free_on_resume, resolved, setting
 from solver import load_solver, read_questions, readable, solve, training_row
 
@@ -218,20 +225,20 @@ def read_problems(config):
 
 
 class LocalModel:
-    """A model loaded here, the questions as it is asked them, and the folder of its evaluation.
+    """A model loaded here from `start`, and the questions as it is asked them.
 
     `identity` tells whether an interrupted evaluation goes on with the same model.
     """
 
-    def __init__(self, config, device):
-        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+    def __init__(self, config, start, device):
+        tokenizer = load_tokenizer(start, config.trust_remote_code)
         self.config, self.report = config, {"model": config.model}
         prompting, longest = Prompting.of(config), config.max_prompt_length
-        self.questions, self.skipped = prompting.encode(tokenizer, read_problems(config), longest)
+        encoded = prompting.encode(tokenizer, read_problems(config), longest)
+        self.questions, self.skipped = encoded
         self.remarks = prompting.remarks(tokenizer, self.questions)
-        self.folder = new_folder(config, config.model)
         dtype = rollout_dtype(config)
-        model = load_model(config.model, tokenizer, dtype, device, config.trust_remote_code).eval()
+        model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
         self.identity = fingerprint(model)
@@ -294,7 +301,6 @@ class ServerModel:
         texts = [chat if isinstance(chat, str) else json.dumps(chat) for chat in self.chats]
         pairs = zip(problems, texts, strict=True)
         self.questions = [EncodedProblem(problem, text, [], opening_of(text)) for problem, text in pairs]
-        self.folder = new_folder(config, self.server.model)
 
     def ask(self, indices, keep):
         """As LocalModel.ask."""
@@ -315,21 +321,14 @@ class ServerModel:
         )
 
 
-def fingerprint(model):
-    """A hash of a thousand or two values of each weight: it tells models saved in the same folder apart."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        values = weight.detach().flatten()[:: max(1, weight.numel() // 1000)]
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def new_folder(config, model):
     """Where this evaluation goes; refused where a finished one is already."""
     parts = (Path(model).name, Path(config.dataset).name, config.split, time.strftime("%Y%m%d-%H%M%S"))
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
-    if (folder / "report.json").exists():
+    with together():
+        if not (folder / "report.json").exists():
+            return folder
         raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
     return folder
 
@@ -341,8 +340,11 @@ def make_folder(folder):
         raise SettingError("output_dir", str(folder), f"cannot be made ({error.strerror})") from error
 
 
-def begin(asked, config, accelerator):
-    """Write run_config.yaml; refused where the folder keeps answers of other settings or of another model."""
+def begin(asked, config):
+    """Write run_config.yaml; refused where the folder keeps answers of other settings or of another model.
+
+    On each machine, since the folder may be another one there.
+    """
     folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = read_yaml(folder / "run_config.yaml")
@@ -355,7 +357,7 @@ def begin(asked, config, accelerator):
         if differ:
             kind = f"holds an unfinished evaluation of another kind ({', '.join(differ)})"
             raise SettingError("name", folder.name, f"{folder} {kind}: give another --name")
-    if accelerator.is_main_process:
+    if is_first_of_node():
         make_folder(folder)
         write_whole(folder / "run_config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
@@ -383,10 +385,13 @@ def answer_all(kind, asked, accelerator, ask):
 
     Each process appends to its file as questions end, so that a kill costs only what is being decoded.
     """
-    questions, kept, new = asked.questions, kept_answers(kind, asked), []
+    questions, kept, new = asked.questions, {}, []
+    with together():
+        local = kept_answers(kind, asked) if is_first_of_node() else {}
+    for answers in gather_object([local]):  # also: no process writes while another still reads
+        kept |= answers
     if kept and accelerator.is_main_process:
         print(f"{asked.folder}: {len(kept)} of {len(questions)} questions are answered already", flush=True)
-    accelerator.wait_for_everyone()  # no process writes while another still reads
     open_questions = [index for index in range(len(questions)) if index not in kept]
     indices = open_questions[shard(len(open_questions), accelerator)]
     hidden = None if accelerator.is_main_process else True  # None: shown in a terminal only
@@ -460,8 +465,9 @@ def evaluate(config):
     """
     end_with_parent()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    asked = LocalModel(config, accelerator.device) if config.api is None else ServerModel(config)
-    begin(asked, config, accelerator)
+    asked = ask_for(config, accelerator.device)
+    with together():
+        begin(asked, config)
     if accelerator.is_main_process:
         for remark in asked.remarks:
             print(f"note: {remark}", flush=True)
@@ -482,9 +488,28 @@ def evaluate(config):
         sides = Side("single paths", [records["samples"]]), Side("interacting", [records["samples_m3po"]])
         against, _ = compare_two(*sides)
         report["m3po"] = summarise(records["samples_m3po"], asked.skipped) | {"against_single_paths": against}
-    if accelerator.is_main_process:
-        write_evaluation(asked.folder, report, records)
+    with together():
+        if accelerator.is_main_process:
+            write_evaluation(asked.folder, report, records)
+    if is_first_of_node():
+        forget_answers(asked.folder)
     return report, asked.folder
+
+
+def ask_for(config, device):
+    """The LocalModel or ServerModel of the settings, with the folder of its evaluation."""
+    if config.api is not None:
+        with together():
+            asked = ServerModel(config)
+        asked.folder = new_folder(config, asked.identity)
+        return asked
+    folder = new_folder(config, config.model)
+    with folder_of_first(config.model, folder, "model") as start:
+        with together():
+            asked = LocalModel(config, start, device)
+        refuse_other_start(config, asked.questions, asked.decoder.model)
+    asked.folder = folder
+    return asked
 
 
 def answer(config):
@@ -529,7 +554,7 @@ def compare_evaluations(config):
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     if config.compare:
         compare_evaluations(config)
     elif config.ask is not None or config.questions is not None:

@@ -26,16 +26,16 @@ from learning.inspection import debug_every, inspect_group
 from learning.learner import NOT_FINITE, make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, load_models, load_tokenizer, refresh
-from learning.parallel import max_over_processes
+from learning.parallel import max_over_processes, together
 from m3po_module import SIMILARITIES
 from problems.prompts import Prompting, prepare_problems
 from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
 from running import preflight
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
-from running.launching import check_shares, launch, starts_processes
+from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.log import log_rollouts
-from running.parsing import parse_config, run_main
+from running.parsing import run_main
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, check_one_of, setting
@@ -213,11 +213,13 @@ def train(config, reward_functions=None, problems=None):
     with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
-        tokenizer = load_tokenizer(start, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
-        policy, sampler, reference = load_models(config, start, tokenizer, run.device)
-        end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
-        check_positions(policy, problems + held_out, config)
+        with together():  # where one process cannot load them, all end with its line
+            tokenizer = load_tokenizer(start, config.trust_remote_code)
+            problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
+            policy, sampler, reference = load_models(config, start, tokenizer, run.device)
+            end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
+            check_positions(policy, problems + held_out, config)
+        refuse_other_start(config, problems + held_out, sampler)
         decoder = GroupDecoder(
             sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
         )
@@ -631,7 +633,7 @@ def speed_metrics(run, rollout):
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     debug_every()  # refuses a bad M3PO_DEBUG now
     if config.check:
         return preflight.report(config, chosen_rewards(config))

@@ -22,13 +22,13 @@ from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.learner import NOT_FINITE, make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
-from learning.parallel import max_over_processes, shard
+from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems, problems_of
 from reporting.files import write_whole
 from running.contract import inputs_of, model_fingerprint, problems_fingerprint
 from running.evaluation import held_out_accuracy
-from running.launching import check_shares, launch, starts_processes
-from running.parsing import parse_config, run_main, settings_from_file
+from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
+from running.parsing import run_main, settings_from_file
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
@@ -129,13 +129,16 @@ def train(config, outer=None):
     outer: the run that this is the warm start of.
     """
     with Run(config, SHOWN, outer) as run:
-        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
-        pairs = responses(problems, tokenizer, config)
-        policy = load_policy(config, config.model, tokenizer, run.device)
-        check_positions(policy, problems + held_out, config)
-        sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
-        end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
+        start = run.find_folder(config.model, "model")
+        with together():
+            tokenizer = load_tokenizer(start, config.trust_remote_code)
+            problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
+            pairs = responses(problems, tokenizer, config)
+            policy = load_policy(config, start, tokenizer, run.device)
+            check_positions(policy, problems + held_out, config)
+            sampler = load_frozen(config, start, tokenizer, run.device) if config.eval_every else policy
+            end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
+        refuse_other_start(config, problems + held_out, sampler)
         think_end = ANSWER_FORMATS[config.answer_format].think_end
         decoder = GroupDecoder(sampler, tokenizer, think_end, compiled=config.torch_compile)
         total = steps_to_do(config, len(pairs))
@@ -208,30 +211,31 @@ def warm_start(config, run):
     With resume, a warm start that was cut off is gone on with.
     """
     if config.warm_start == "none":
-        return config.model
+        return run.find_folder(config.model, "model")
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
     note, free = folder / "warm_start.json", free_on_resume(Config)
     made_with, is_whole = {}, False
-    if is_main:
-        everything = json.loads(json.dumps(resolved(settings)))
-        made_with = {name: value for name, value in everything.items() if name not in free}
-        read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
-        read |= {"start": model_fingerprint(settings.model)}
-        if note.exists():
-            noted = json.loads(note.read_text())
-            is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
-        made_with |= read
+    with together():
+        if is_main:
+            everything = json.loads(json.dumps(resolved(settings)))
+            made_with = {name: value for name, value in everything.items() if name not in free}
+            read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
+            read |= {"start": model_fingerprint(settings.model)}
+            if note.exists():
+                noted = json.loads(note.read_text())
+                is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
+            made_with |= read
     if not max_over_processes(is_whole):
         train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
             write_whole(note, json.dumps(made_with))
     run.accelerator.wait_for_everyone()
-    return str(folder)
+    return run.find_folder(folder)
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

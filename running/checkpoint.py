@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from errors import RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
-from learning.parallel import first_over_processes, max_over_processes, whole
+from learning.parallel import first_over_processes, together, whole
 from reporting.files import FINISHED, LOGS
 from running.contract import differences, finished_steps, lengthens, noted, refusal, shown
 from running.folder import save_model
+from running.launching import folder_of_first
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
 STATE, TENSORS = "training_state.json", "training_state.safetensors"
@@ -41,10 +42,10 @@ class Checkpoints:
     def _refuse_little_disk(self):
         """Before the first step: room for one checkpoint more than there are."""
         needed = checkpoint_bytes(self.learner.policy, self.learner.reference, self.config.moment_bytes)
-        free = shutil.disk_usage(self.folder).free
-        if max_over_processes(needed > free):
-            sizes = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
-            raise SettingError("save_every", self.config.save_every, sizes)
+        with together():
+            if self.is_main and needed > (free := shutil.disk_usage(self.folder).free):
+                sizes = f"{needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+                raise SettingError("save_every", self.config.save_every, f"a checkpoint needs {sizes}")
 
     def save(self):
         """Write checkpoint-<step>, then delete those not to keep. Every process must call it."""
@@ -119,20 +120,29 @@ class Checkpoints:
         """
         path, finished = self.newest(), self.folder / FINISHED
         if path is not None:
-            state = self.restore(path)
+            with folder_of_first(path, self.folder) as copy:
+                state = self.restore(Path(copy))
             self.run.say(f"going on from {path}, after step {_step_of(path)}")
             return state
-        if (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
-            what = "has no checkpoint that is whole"
-            if finished.exists():
-                what = f"finished {finished_steps(finished)} steps and left no checkpoint"
-            remedy = (
-                "there is nothing to go on from; begin anew with --overwrite_output_dir true, "
-                "and with --save_every N, which keeps the last step too"
-            )
-            raise SettingError("resume", str(self.folder), f"{what}: {remedy}")
+        with together():
+            if (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
+                self._refuse_to_begin(finished)
         self.run.say(f"no checkpoint in {self.folder}: starting from the beginning")
         return None
+
+    def _refuse_to_begin(self, finished):
+        """The folder holds a run, and nothing to go on from where the first process looks."""
+        what = "has no checkpoint that is whole"
+        if finished.exists():
+            what = f"finished {finished_steps(finished)} steps and left no checkpoint"
+        remedy = (
+            "there is nothing to go on from; begin anew with --overwrite_output_dir true, "
+            "and with --save_every N, which keeps the last step too"
+        )
+        if not self.is_main:
+            what = "holds a run, and the first node has none"
+            remedy = "start this node as the first (--node_rank 0), or move the folder away"
+        raise SettingError("resume", str(self.folder), f"{what}: {remedy}")
 
     def newest(self):
         """The newest whole checkpoint, or None; damaged ones are named. The same on all processes."""
@@ -149,7 +159,8 @@ class Checkpoints:
     def restore(self, path):
         """Load a checkpoint into the learner; returns its state."""
         state = json.loads((path / STATE).read_text())
-        self._refuse_other(path, state)
+        with together():
+            self._refuse_other(path, state)
         tensors = load_file(path / TENSORS)
         weights = _with_prefix("policy.", tensors)
         if not self.config.lora_r:
@@ -161,14 +172,17 @@ class Checkpoints:
         load_optimizer(self.learner.optimizer, state["optimizer"], _with_prefix("optimizer.", tensors))
         load_schedule(self.learner.schedule, self.learner.optimizer, state["schedule"])
         self.learner.budget.restore(state.get("budget"))
-        if self.is_main:
-            for name, size in state["logs"].items():
-                file = self.folder / name
-                if not file.exists() or file.stat().st_size < size:
-                    what = f"{file} is shorter than when {path.name} was written"
-                    raise RunError(f"{what}: it is not this run's any more")
-        self.run.accelerator.wait_for_everyone()
+        with together():
+            if self.is_main:
+                self._check_logs(state["logs"], path)
         return state
+
+    def _check_logs(self, sizes, path):
+        for name, size in sizes.items():
+            file = self.folder / name
+            if not file.exists() or file.stat().st_size < size:
+                what = f"{file} is shorter than when {path.name} was written"
+                raise RunError(f"{what}: it is not this run's any more")
 
     def begin(self, state):
         """What a crash left behind goes, and what the logs hold of steps after the checkpoint."""

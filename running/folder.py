@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from errors import RunError, SettingError
 from learning.models import merged_state
-from learning.parallel import first_over_processes
+from learning.parallel import first_over_processes, together
 from problems.prompts import Prompting
 from problems.sources import HUB
 from reporting.card import model_card, push
@@ -162,8 +162,9 @@ def _save_policy(run, folder):
     """In the dtype that the model came in."""
     policy = run.learner.policy
     state = merged_state(policy, policy.source_dtype, keep=run.accelerator.is_main_process)
-    if run.accelerator.is_main_process:
-        save_model(policy, run.learner.tokenizer, folder, policy.source_dtype, state)
+    with together():
+        if run.accelerator.is_main_process:
+            save_model(policy, run.learner.tokenizer, folder, policy.source_dtype, state)
 
 
 def finish(run):

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from errors import Interrupted, RunError, SettingError, Stopped
 from learning.learner import NOT_FINITE
-from learning.parallel import first_over_processes, max_over_processes, shard
+from learning.parallel import first_over_processes, max_over_processes, shard, together
 from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
 from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
-from running.launching import start_processes
+from running.launching import folder_of_first, start_processes
 from running.log import MetricsLog
 from running.progress import Progress
 from running.stop import Stop
@@ -34,12 +34,15 @@ class Run:
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.copies = ExitStack()  # of what only the first of several machines has
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # this step's included; those of progress are without
 
     def __enter__(self):
         self.accelerator = start_processes(self.config)
-        refuse_used(self.config)
+        with together():
+            if self.accelerator.is_main_process:
+                refuse_used(self.config)
         self.stop = self.outer.stop if self.outer else Stop(self.config.stop_after)
         return self
 
@@ -48,6 +51,7 @@ class Run:
             if kind is Stopped:
                 self.save_and_leave()
         finally:
+            self.copies.close()
             if self.outer is None:
                 self.stop.restore()
             if self.lock is not None:
@@ -66,8 +70,9 @@ class Run:
         self.folder, self.lock = lock_folder(self.config, self.accelerator)
         self.checkpoints = Checkpoints(self, inputs)
         note = None
-        if self.config.resume and self.accelerator.is_main_process:
-            note = finished_note(self.folder / FINISHED)
+        with together():
+            if self.config.resume and self.accelerator.is_main_process:
+                note = finished_note(self.folder / FINISHED)
         note = first_over_processes(note)
         if note is not None and self._is_done(note):
             self.is_finished = True
@@ -116,6 +121,10 @@ class Run:
     def _has_checkpoint_since(self, step):
         existing = checkpoints(self.folder)
         return bool(existing) and int(existing[0].name.removeprefix("checkpoint-")) >= step
+
+    def find_folder(self, folder, setting=None):
+        """Where this process finds a folder of the first process until the run ends; a hub id as it is."""
+        return self.copies.enter_context(folder_of_first(folder, Path(self.config.output_dir), setting))
 
     def steps(self, evaluate_first=True):
         """Yield the number of each step that is left; evaluate before the very first, save after the last."""
