@@ -93,15 +93,20 @@ class Config(TrainConfig):
         "token: each token's loss counts min(p / q, rollout_is_cap), p its probability by the update's "
         "forward and q by the sampler's; none: logp_diff only logs how far apart they are",
     )
-    rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
+    rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is", goes_with="rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS), in_card=True)
     reward: list[str] | None = setting(
-        None, "your own instead: FILE.py:function[=weight], several after one flag", in_card=True
+        None,
+        "your own instead: FILE.py:function[=weight], several after one flag",
+        in_card=True,
+        instead_of=("reward_set",),
     )
     dynamic_sampling: int = setting(
         0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
     )
-    reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
+    reward_weights: list[float] | None = setting(
+        None, "a weight for each reward, in their order", belongs_to=("reward", "reward_set")
+    )
     warm_start: str = setting(
         "none", "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest"
     )
@@ -126,12 +131,16 @@ class Config(TrainConfig):
         0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
     )
     m3po_temperature: float = setting(
-        0.1, "of the softmax over peers: small listens to the most alike only", in_card=True
+        0.1,
+        "of the softmax over peers: small listens to the most alike only",
+        in_card=True,
+        goes_with="m3po_lambda",
     )
     m3po_similarity: str = setting(
         "distribution",
         "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)",
         in_card=True,
+        goes_with="m3po_lambda",
     )
 
     def __post_init__(self):
