@@ -1,5 +1,5 @@
-"""Which learning rate GRPO wants, with M3PO and without: short runs on GSM8K from one supervised start a seed, judged
-on questions held out from the training split. The test split is never read.
+"""Which learning rate GRPO wants, with M3PO and without: short runs on GSM8K from one supervised start a
+seed, judged on questions held out from the training split. The test split is never read.
 
     python benchmarks/learning_rates.py --model DIR --data FOLDER --work FOLDER [--at_once 4]
 

@@ -4,6 +4,7 @@ Offline, one thread.
 
 import gc
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,6 +22,8 @@ from small_recipes import recipe_run, recipe_start  # noqa: F401
 from small_runs import trained, warm  # noqa: F401
 
 torch.set_num_threads(1)
+# a background job begins with SIGINT switched off, and so would the runs that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():
