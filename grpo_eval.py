@@ -83,7 +83,9 @@ class Config:
     max_completion_length: int | None = from_training(400, "tokens an answer may have")
     ask: str | None = setting(None, "answer this one question instead, readably")
     questions: str | None = setting(
-        None, "answer every question of a file instead: one a line, or JSON lines with a question or prompt"
+        None,
+        "answer every question of a file instead: one a line, or JSON lines with a question or prompt",
+        instead_of=("ask",),
     )
     save_jsonl: str | None = setting(
         None,

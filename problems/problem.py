@@ -8,7 +8,7 @@ class Problem:
     """A question with its answer; what else the data says of it is empty where it says nothing.
 
     `solution`: a worked solution ending in a line `#### answer`, as GSM8K has it; `response`: a text to learn
-    as it is; `more`: the data's other columns, which reward functions get.
+    as it is; `more`: every column as the data has it, which reward functions get.
     """
 
     question: str

@@ -24,8 +24,8 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 QUESTION = ("question", "problem", "prompt")
 COLUMNS = {
     "question": QUESTION,
-    "answer": ("answer", "final_answer", "target", "label"),
-    "solution": ("solution", "rationale", "response"),
+    "answer": ("answer", "reference_answer", "final_answer", "target", "label"),
+    "solution": ("solution", "reference_solution", "rationale", "response"),
 }  # the columns that are looked for, in this order, where none is named
 # column: field
 EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id": "id", "id": "id"}
@@ -57,7 +57,13 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
     if not rows:
         raise DataError(f"{path}: holds no rows")
     columns = columns or {}
-    return [_problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)]
+    problems = [
+        _problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)
+    ]
+    names = dict.fromkeys(name for problem in problems for name in problem.more)
+    for problem in problems:  # a column that other rows have is None
+        problem.more.update(dict.fromkeys(names) | problem.more)
+    return problems
 
 
 def _split_file(folder, split):
@@ -166,12 +172,10 @@ def _problem(where, row, columns, default_id, responses):
     """The problem of a row, or a DataError that says what is missing."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
-    used = {"response", *EXTRA}
     text = {}
     for field in COLUMNS:
         column = _column(where, row, field, columns.get(field))
         text[field] = _text(where, row, column)
-        used.add(column)
     question = text["question"]
     answer, solution = _answer_and_solution(text["answer"], text["solution"])
     response = ""
@@ -189,7 +193,9 @@ def _problem(where, row, columns, default_id, responses):
         )
     extra = {field: _text(where, row, column) for column, field in EXTRA.items() if column in row}
     extra = {"id": default_id} | {field: value for field, value in extra.items() if value}
-    more = {column: value for column, value in row.items() if column not in used}
+    more = dict(row)
+    if named := columns.get("solution"):
+        more.setdefault("solution", row[named])
     return Problem(question, answer, _worked(solution, answer), response=response, more=more, **extra)
 
 
