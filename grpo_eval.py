@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from learning.parallel import shard
 from m3po_module import SIMILARITIES
 from problems.problem import EncodedProblem
 from problems.prompts import Prompting, problems_of, system_prompt
+from problems.sources import COLUMNS, EXTRA
 from reporting.comparison import Side, compare, compare_two
 from reporting.evaluation import summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
@@ -138,7 +140,7 @@ class Config:
     )
     output_dir: str = changes_no_answer("eval_runs", "the run goes into a folder of its own in here")
     name: str | None = changes_no_answer(
-        None, "name of that folder (default: model, data set, split and time)"
+        None, "name of that folder (default: model, data set, split, time and six more letters)"
     )
     num_processes: int | None = changes_no_answer(
         None, "processes to start on this machine (default: one a visible GPU, one on the CPU)"
@@ -216,7 +218,8 @@ def read_problems(config):
     columns = {column for problem in problems for column in problem.more}
     missing = [name for name in config.by or () if name not in columns]
     if missing:
-        known = ", ".join(sorted(columns)) or "none"
+        read = {*EXTRA, *(name for names in COLUMNS.values() for name in names)}
+        known = ", ".join(sorted(columns - read)) or "none"
         remedy = f"the data has no such column; beside those that are read anyway there are: {known}"
         raise SettingError("by", missing, remedy)
     return problems
@@ -315,6 +318,7 @@ def fingerprint(model):
 def new_folder(config, model):
     """Where this evaluation goes; refused where a finished one is already."""
     parts = (Path(model).name, Path(config.dataset).name, config.split, time.strftime("%Y%m%d-%H%M%S"))
+    parts += (uuid.uuid4().hex[:6],)  # two evaluations may start in the same second
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
     if (folder / "report.json").exists():

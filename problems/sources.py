@@ -159,7 +159,9 @@ def _hub_rows(dataset, split):
     by_split = HUB.get(dataset, {"": (dataset, None)})
     name, config = by_split.get(split, by_split[""])
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        rows = list(datasets.load_dataset(name, config, split=split))
+    except ImportError as error:  # of columns that hold pictures or sound
+        raise DataError(f"data set {name!r} needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"data set {name!r}, split {split!r}, cannot be loaded: "

@@ -174,7 +174,7 @@ def test_trl_s_own_rewards_run_unchanged_here(recipe_start, tmp_path):
 def test_what_trl_tells_a_reward_is_told_here_and_what_it_logs_is_kept(recipe_start, tmp_path):
     (tmp_path / "mine.py").write_text(
         "class Mine:\n"
-        "    async def __call__(self, completions, subject, trainer_state, log_extra, log_metric, **kwargs):\n"
+        "    async def __call__(self, completions, subject, trainer_state, log_extra, log_metric, **k):\n"
         "        log_extra('subject', subject)\n"
         "        log_metric('progress', trainer_state.global_step / trainer_state.max_steps)\n"
         "        return [float(i) for i in range(len(completions))]\n"
