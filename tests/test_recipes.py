@@ -221,3 +221,26 @@ def test_a_trl_reward_that_asks_for_the_worked_solution_gets_it(recipe_start, tm
     config = config_of("math_grpo", recipe_start, tmp_path / "out", grpo_train, num_steps=1)
     grpo_train.train(config, reward_functions=[(looks, 1.0)])
     assert all(text.startswith("It is \\boxed{") for text in seen)
+
+
+def test_the_oneshot_recipe_is_that_of_its_package():
+    """It was 500 steps of 8 problems without a checkpoint."""
+    recipe = yaml.safe_load((ROOT / "configs" / "oneshot.yaml").read_text())
+    package = dict(num_epochs=1, batch_size=4, num_generations=16, save_every=100)
+    package |= dict(max_prompt_length=256, max_completion_length=200, adam_beta2=0.99, weight_decay=0.1)
+    assert {name: recipe.get(name) for name in package} == package
+    assert "num_steps" not in recipe
+
+
+def test_each_recipe_of_another_script_has_an_output_dir_of_its_own():
+    """One recipe after the other was refused: both wrote into grpo_finetuned_model."""
+    names = ("m3po_paper", "multi_reward", "math_sft", "math_grpo", "oneshot")
+    folders = [yaml.safe_load((ROOT / "configs" / f"{n}.yaml").read_text())["output_dir"] for n in names]
+    assert len(set(folders)) == len(names)
+    assert "grpo_finetuned_model" not in folders
+    assert "output_dir" not in yaml.safe_load((ROOT / "configs" / "gsm8k.yaml").read_text())
+
+
+def test_the_math_recipe_starts_from_the_model_of_its_script():
+    recipe = yaml.safe_load((ROOT / "configs" / "math_sft.yaml").read_text())
+    assert recipe["model"] == "Qwen/Qwen2.5-Math-1.5B-Instruct"
