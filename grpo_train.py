@@ -208,6 +208,8 @@ def chosen_rewards(config):
     weights = config.reward_weights
     if weights is None:
         return pairs
+    if any("=" in spec.rpartition(":")[2] for spec in config.reward or ()):
+        raise SettingError("reward_weights", weights, f"the weights stand in reward={config.reward} already")
     if len(weights) != len(pairs) or not all(map(math.isfinite, weights)):
         names = [reward_name(function) for function, _ in pairs]
         raise SettingError("reward_weights", weights, f"must be one finite weight for each of {names}")

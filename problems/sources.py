@@ -44,6 +44,8 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
     if dataset == "arithmetic":
         if split not in ARITHMETIC_SIZES:
             raise DataError(f"arithmetic has no split {split!r}: there are train and test")
+        if columns and any(columns.values()):
+            raise DataError("arithmetic is generated and has no columns: leave the *_column settings out")
         return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
     path = Path(dataset)
     if path.is_dir():

@@ -9,8 +9,10 @@ import pytest
 import grpo_eval
 import grpo_train
 import sft_train
+from errors import DataError
 from grpo_train import Config
 from problems.prompts import template_kwargs
+from problems.sources import load_problems
 from reporting import page
 from running.parsing import parse_config, run_main, settings_from_file
 from running.settings import TrainConfig, free_on_resume, names_with
@@ -370,3 +372,14 @@ def test_flags_of_the_original_scripts_that_say_something_else_are_refused_with_
     with pytest.raises(grpo_train.SettingError) as error:
         parsed(script, flags)
     assert hint in str(error.value)
+
+
+def test_two_weights_for_one_reward_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(completions, **kwargs):\n    return [0.0]\n")
+    with pytest.raises(grpo_train.SettingError, match="the weights stand in reward="):
+        parsed(grpo_train, f"--reward {tmp_path}/mine.py:mine=0.5 --reward_weights 2")
+
+
+def test_columns_named_for_generated_problems_are_refused():
+    with pytest.raises(DataError, match="arithmetic is generated and has no columns"):
+        load_problems("arithmetic", columns={"answer": "final"})
