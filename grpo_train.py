@@ -67,9 +67,6 @@ SHOWN = {
 }
 
 
-OF_THE_RUN = ("step", "bad_examples", "train_seconds", "rollout_seconds", "reward_seconds", "update_seconds")
-
-
 @dataclass(frozen=True)
 class Config(TrainConfig):
     """Settings of a GRPO run; the defaults are the original recipe."""
