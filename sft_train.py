@@ -127,6 +127,8 @@ def train(config, outer=None):
         check_positions(policy, problems + held_out, config)
         sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
         decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
+        if sampler is not policy:
+            decoder.choose_path()
         total = steps_to_do(config, len(pairs))
         learner = make_learner(config, run.accelerator, policy, None, decoder, total)
 

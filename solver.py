@@ -67,6 +67,7 @@ def load_solver(
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
     decoder = GroupDecoder(loaded, tokenizer, compiled=torch_compile)
+    decoder.choose_path()
     return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
 
 

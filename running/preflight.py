@@ -43,6 +43,7 @@ def report(config, functions):
     check_positions(model, problems + held_out, config)
     answer_format = ANSWER_FORMATS[config.answer_format]
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, compiled=False)
+    decoder.choose_path()
     _print_sampling(model, decoder, config)
     _print_prompt(problems[0].prompt, config, answer_format)
     _print_work(problems, held_out, skipped, config)

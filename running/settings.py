@@ -197,7 +197,8 @@ class TrainConfig:
     lora_alpha: int = setting(64, "LoRA: adapters count alpha / r", inherited=True, in_card=True)
     lora_target_modules: list[str] | None = setting(
         None,
-        "LoRA: names of the layers that get adapters (default: all of attention and MLP)",
+        "LoRA: names of the layers that get adapters (default: every linear layer but the head; fused "
+        "experts are none and stay frozen unless named, which is said)",
         resume="never",
         inherited=True,
     )
