@@ -33,6 +33,14 @@ class RewardError(RuntimeError):
     status = 1
 
 
+class SharedError(RuntimeError):
+    """What all processes end with where one refused: the line names its node, `status` is the error's own."""
+
+    def __init__(self, line, status):
+        super().__init__(line)
+        self.status = status
+
+
 class Interrupted(Exception):
     """The run was asked to end while rows were being decoded; only their unfinished completions are lost."""
 

@@ -30,19 +30,33 @@ from answers.numbers import last_number, parse_number
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.server import complete, connect
+from decoding.tokens import end_answers_on
 from errors import SettingError
-from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
-from learning.parallel import shard
+from learning.models import check_positions, fingerprint, load_model, load_tokenizer, rollout_dtype
+from learning.parallel import is_first_of_node, shard, together
 from m3po_module import SIMILARITIES
-from problems.problem import EncodedProblem
-from problems.prompts import Prompting, problems_of, system_prompt
+from problems.problem import EncodedProblem, Problem
+from problems.prompts import (
+    Prompting,
+    problems_of,
+    saved_system_prompt,
+    system_prompt_text,
+    template_kwargs,
+)
 from reporting.comparison import Side, compare, compare_two
-from reporting.evaluation import summarise, told, write_evaluation
+from reporting.evaluation import forget_answers, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, right_answers
-from running.launching import end_with_parent, launch, starts_processes
-from running.parsing import parse_config, run_main
+from running.launching import (
+    end_with_parent,
+    folder_of_first,
+    launch,
+    parse_on_all,
+    refuse_other_start,
+    starts_processes,
+)
+from running.parsing import run_main
 from running.settings import check, check_one_of, check_prompting, free_on_resume, resolved, setting
 from solver import load_solver, read_questions, readable, solve, training_row
 
@@ -73,6 +87,8 @@ class Config:
     system_prompt_file: str | None = from_training(
         None, "a text file to use instead of the format's own system prompt"
     )
+    system_prompt: str | None = from_training(None, "the same as a text")
+    prompt_format: str | None = from_training("chat", "chat or raw, as for grpo_train.py")
     chat_template_kwargs: str | None = from_training("{}", "JSON object handed to the chat template")
     by: list[str] | None = setting(
         None, "columns of the data to report accuracy by, beside subject and level"
@@ -136,6 +152,8 @@ class Config:
 
     def __post_init__(self):
         trained = read_run_config(self.model)
+        object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
+        trained |= saved_system_prompt(trained if self.system_prompt is None else {})
         for field in dataclasses.fields(self):
             if "from_training" in field.metadata and getattr(self, field.name) is None:
                 value = trained.get(field.name, field.metadata["from_training"])
@@ -207,20 +225,21 @@ def read_problems(config):
 
 
 class LocalModel:
-    """A model loaded here, the questions as it is asked them, and the folder of its evaluation.
+    """A model loaded here from `start`, and the questions as it is asked them.
 
     `identity` tells whether an interrupted evaluation goes on with the same model.
     """
 
-    def __init__(self, config, device):
-        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+    def __init__(self, config, start, device):
+        tokenizer = load_tokenizer(start, config.trust_remote_code)
         self.config, self.report = config, {"model": config.model}
         prompting, longest = Prompting.of(config), config.max_prompt_length
         encoded = prompting.encode(tokenizer, read_problems(config), longest)
         self.questions, self.skipped = encoded
-        self.folder = new_folder(config, config.model)
+        self.remarks = prompting.remarks(tokenizer, self.questions)
         dtype = rollout_dtype(config)
-        model = load_model(config.model, tokenizer, dtype, device, config.trust_remote_code).eval()
+        model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
+        end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
         self.identity = fingerprint(model)
         think_end = ANSWER_FORMATS[config.answer_format].think_end
@@ -233,9 +252,12 @@ class LocalModel:
         """Answer the questions at these indices, and call keep(index, answers) as each one ends."""
         prompts = [self.questions[i].ids for i in indices]
         how = dict(seed=self.config.seed, batch_rows=self.config.batch_size, indices=indices)
-        self.decoder.complete(
-            prompts, self.config.sampling, keep=lambda i, made: keep(i, answers_of(made)), **how
-        )
+        keep_answers = lambda i, made: keep(i, self._answers(i, made))  # noqa: E731
+        self.decoder.complete(prompts, self.config.sampling, keep=keep_answers, **how)
+
+    def _answers(self, i, completions):
+        """The answers to question i, what its prompt opened of them included."""
+        return answers_of([self.questions[i].answered(completion) for completion in completions])
 
     def ask_interacting(self, indices, keep):
         """The same with the samples of a question as paths that interact, from the single paths' draws."""
@@ -249,7 +271,7 @@ class LocalModel:
             rollout = self.decoder.rollout(prompts, config.sampling, draws)
             completions = self.decoder.completions(rollout)
             for n, i in enumerate(batch):
-                keep(i, answers_of(completions[n * G : (n + 1) * G]))
+                keep(i, self._answers(i, completions[n * G : (n + 1) * G]))
 
 
 def answers_of(completions):
@@ -257,26 +279,38 @@ def answers_of(completions):
 
 
 class ServerModel:
-    """A server's model: it gets the messages, and its own chat template makes the prompt of them."""
+    """A server's model: it gets the messages, and its own chat template makes the prompt of them.
 
-    skipped = 0
+    With prompt_format raw it gets the prompt as text.
+    """
+
+    skipped, remarks = 0, ()
 
     def __init__(self, config):
         problems = read_problems(config)
         key = os.environ.get("OPENAI_API_KEY", "")
         self.config = config
-        self.server = connect(config.api, config.api_model, key, config.api_timeout)
+        kwargs = template_kwargs(config)
+        self.server = connect(config.api, config.api_model, key, config.api_timeout, kwargs)
         self.identity = self.server.model
         self.report = {"model": self.server.model, "api": config.api}
-        system = {"role": "system", "content": system_prompt(config)}
-        self.chats = [[system, {"role": "user", "content": problem.question}] for problem in problems]
-        pairs = zip(problems, self.chats, strict=True)
-        self.questions = [EncodedProblem(problem, json.dumps(chat), []) for problem, chat in pairs]
-        self.folder = new_folder(config, self.server.model)
+        prompting = Prompting.of(config)
+        ask, opening_of = prompting.messages, ANSWER_FORMATS[config.answer_format].opening
+        if config.prompt_format == "raw":
+            ask = prompting.raw_prompt
+        self.chats = [ask(problem) for problem in problems]
+        texts = [chat if isinstance(chat, str) else json.dumps(chat) for chat in self.chats]
+        pairs = zip(problems, texts, strict=True)
+        self.questions = [EncodedProblem(problem, text, [], opening_of(text)) for problem, text in pairs]
 
     def ask(self, indices, keep):
         """As LocalModel.ask."""
         config = self.config
+
+        def keep_answers(i, answers):
+            opening = self.questions[i].opening
+            keep(i, [Answer(opening + text, tokens, ended) for text, tokens, ended in answers])
+
         complete(
             self.server,
             [self.chats[i] for i in indices],
@@ -284,17 +318,8 @@ class ServerModel:
             config.seed,
             config.api_at_once,
             indices,
-            lambda i, answers: keep(i, [Answer(*answer) for answer in answers]),
+            keep_answers,
         )
-
-
-def fingerprint(model):
-    """A hash of a thousand or two values of each weight: it tells models saved in the same folder apart."""
-    digest = hashlib.sha256()
-    for weight in model.parameters():
-        values = weight.detach().flatten()[:: max(1, weight.numel() // 1000)]
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def new_folder(config, model):
@@ -302,7 +327,9 @@ def new_folder(config, model):
     parts = (Path(model).name, Path(config.dataset).name, config.split, time.strftime("%Y%m%d-%H%M%S"))
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
-    if (folder / "report.json").exists():
+    with together():
+        if not (folder / "report.json").exists():
+            return folder
         raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
     return folder
 
@@ -314,8 +341,11 @@ def make_folder(folder):
         raise SettingError("output_dir", str(folder), f"cannot be made ({error.strerror})") from error
 
 
-def begin(asked, config, accelerator):
-    """Write run_config.yaml; refused where the folder keeps answers of other settings or of another model."""
+def begin(asked, config):
+    """Write run_config.yaml; refused where the folder keeps answers of other settings or of another model.
+
+    On each machine, since the folder may be another one there.
+    """
     folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = read_yaml(folder / "run_config.yaml")
@@ -328,7 +358,7 @@ def begin(asked, config, accelerator):
         if differ:
             kind = f"holds an unfinished evaluation of another kind ({', '.join(differ)})"
             raise SettingError("name", folder.name, f"{folder} {kind}: give another --name")
-    if accelerator.is_main_process:
+    if is_first_of_node():
         make_folder(folder)
         write_whole(folder / "run_config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
@@ -356,10 +386,13 @@ def answer_all(kind, asked, accelerator, ask):
 
     Each process appends to its file as questions end, so that a kill costs only what is being decoded.
     """
-    questions, kept, new = asked.questions, kept_answers(kind, asked), []
+    questions, kept, new = asked.questions, {}, []
+    with together():
+        local = kept_answers(kind, asked) if is_first_of_node() else {}
+    for answers in gather_object([local]):  # also: no process writes while another still reads
+        kept |= answers
     if kept and accelerator.is_main_process:
         print(f"{asked.folder}: {len(kept)} of {len(questions)} questions are answered already", flush=True)
-    accelerator.wait_for_everyone()  # no process writes while another still reads
     open_questions = [index for index in range(len(questions)) if index not in kept]
     indices = open_questions[shard(len(open_questions), accelerator)]
     hidden = None if accelerator.is_main_process else True  # None: shown in a terminal only
@@ -433,8 +466,12 @@ def evaluate(config):
     """
     end_with_parent()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    asked = LocalModel(config, accelerator.device) if config.api is None else ServerModel(config)
-    begin(asked, config, accelerator)
+    asked = ask_for(config, accelerator.device)
+    with together():
+        begin(asked, config)
+    if accelerator.is_main_process:
+        for remark in asked.remarks:
+            print(f"note: {remark}", flush=True)
     started = time.perf_counter()
     answers = {"samples": answer_all("answers", asked, accelerator, asked.ask)}
     if config.m3po:
@@ -452,14 +489,33 @@ def evaluate(config):
         sides = Side("single paths", [records["samples"]]), Side("interacting", [records["samples_m3po"]])
         against, _ = compare_two(*sides)
         report["m3po"] = summarise(records["samples_m3po"], asked.skipped) | {"against_single_paths": against}
-    if accelerator.is_main_process:
-        write_evaluation(asked.folder, report, records)
+    with together():
+        if accelerator.is_main_process:
+            write_evaluation(asked.folder, report, records)
+    if is_first_of_node():
+        forget_answers(asked.folder)
     return report, asked.folder
+
+
+def ask_for(config, device):
+    """The LocalModel or ServerModel of the settings, with the folder of its evaluation."""
+    if config.api is not None:
+        with together():
+            asked = ServerModel(config)
+        asked.folder = new_folder(config, asked.identity)
+        return asked
+    folder = new_folder(config, config.model)
+    with folder_of_first(config.model, folder, "model") as start:
+        with together():
+            asked = LocalModel(config, start, device)
+        refuse_other_start(config, asked.questions, asked.decoder.model)
+    asked.folder = folder
+    return asked
 
 
 def answer(config):
     """`--ask` and `--questions`: print answers, or write them as JSON lines."""
-    questions = [config.ask] if config.ask is not None else read_questions(config.questions)
+    questions = [Problem(config.ask, "")] if config.ask is not None else read_questions(config.questions)
     solver = load_solver(
         config.model,
         Prompting.of(config),
@@ -475,10 +531,16 @@ def answer(config):
             texts = [f"Question: {s.question}\n\n{text}" for s, text in zip(solutions, texts, strict=True)]
         print("\n\n".join(texts))
         return
-    rows = [training_row(solution) for solution in solutions]
+    columns = [question_column(problem, config) for problem in questions]
+    rows = [training_row(solution, column) for solution, column in zip(solutions, columns, strict=True)]
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")
+
+
+def question_column(problem, config):
+    """The column in which a problem is asked again from the same prompt: raw prompts stand as they are."""
+    return "prompt" if problem.is_prompt or config.prompt_format == "chat" else "question"
 
 
 def compare_evaluations(config):
@@ -493,7 +555,7 @@ def compare_evaluations(config):
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     if config.compare:
         compare_evaluations(config)
     elif config.ask is not None or config.questions is not None:

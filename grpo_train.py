@@ -20,20 +20,22 @@ from accelerate.utils import gather_object
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
+from decoding.tokens import end_answers_on
 from errors import SettingError
 from learning.inspection import debug_every, inspect_group
 from learning.learner import NOT_FINITE, make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, load_models, load_tokenizer, refresh
-from learning.parallel import max_over_processes
+from learning.parallel import max_over_processes, together
 from m3po_module import SIMILARITIES
-from problems.prompts import prepare_problems
+from problems.prompts import Prompting, prepare_problems
 from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
 from running import preflight
+from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
-from running.launching import check_shares, launch, starts_processes
+from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.log import log_rollouts
-from running.parsing import parse_config, run_main
+from running.parsing import run_main
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, check_one_of, setting
@@ -86,7 +88,10 @@ class Config(TrainConfig):
         "group", "group: advantages are divided by the group's standard deviation; none: they are not"
     )
     mask_truncated_completions: bool = setting(
-        False, "leave completions that the length limit cut off out of the loss"
+        False,
+        "leave completions that the length limit cut off out of the loss; with loss_type grpo and dr_grpo "
+        "they still count in N, so that many of them shrink the step (as in TRL): loss_type dapo divides by "
+        "the tokens that are left",
     )
     rollout_is: str = setting(
         "none",
@@ -208,10 +213,13 @@ def train(config, reward_functions=None, problems=None):
     with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
-        tokenizer = load_tokenizer(start, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
-        policy, sampler, reference = load_models(config, start, tokenizer, run.device)
-        check_positions(policy, problems + held_out, config)
+        with together():  # where one process cannot load them, all end with its line
+            tokenizer = load_tokenizer(start, config.trust_remote_code)
+            problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
+            policy, sampler, reference = load_models(config, start, tokenizer, run.device)
+            end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
+            check_positions(policy, problems + held_out, config)
+        refuse_other_start(config, problems + held_out, sampler)
         decoder = GroupDecoder(
             sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
         )
@@ -220,7 +228,8 @@ def train(config, reward_functions=None, problems=None):
         total = steps * config.outer_iterations
         learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)
         evaluate = partial(held_out_accuracy, run, decoder, held_out)
-        run.open(learner, problems, evaluate, steps, total)  # locks the folder; resumes or begins
+        inputs = inputs_of(run, problems, held_out, start, policy, reward_functions)
+        run.open(learner, inputs, evaluate, steps, total)  # locks the folder; resumes or begins
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
 
@@ -324,7 +333,8 @@ def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, 
     """
     low, high = clip_range
     A = advantages[:, None]
-    ratio = torch.exp(logp - old_logp)
+    # A masked token may be far from its old log-prob: exp() would overflow, and inf * 0 is NaN.
+    ratio = torch.exp(torch.where(weights > 0, logp - old_logp, 0.0))
     per_token = -torch.min(ratio * A, torch.clamp(ratio, low, high) * A)
     if importance is not None:
         per_token = per_token * importance
@@ -405,7 +415,10 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
     uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
     uniforms = uniforms[list(groups)].flatten(0, 1)
     rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
-    return Sampled(batch, problems, rollout, decoder.completions(rollout), [retry] * len(problems))
+    rows = [p for p in problems for _ in range(G)]
+    pairs = zip(rows, decoder.completions(rollout), strict=True)
+    completions = [p.answered(completion) for p, completion in pairs]
+    return Sampled(batch, problems, rollout, completions, [retry] * len(problems))
 
 
 def score(run, reward_functions, sampled, step):
@@ -466,15 +479,19 @@ def update(learner, rollout, advantages, config):
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
-    count = torch.tensor(len(mask), device=mask.device)
-    signals = (mask.any(-1) & (advantages != 0)).sum()
-    num_sequences, num_tokens, num_signals = learner.sum_over_processes(count, mask.sum(), signals)
+    count, kept = torch.tensor(len(mask), device=mask.device), mask.any(-1)
+    signals = (kept & (advantages != 0)).sum()
+    sums = learner.sum_over_processes(count, kept.sum(), mask.sum(), signals)
+    num_sequences, num_kept, num_tokens, num_signals = sums
+    masked = {}
+    if config.mask_truncated_completions:
+        masked = {"masked_completions": int(num_sequences - num_kept)}
     # Adam's momentum alone would move the weights
     if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
             learner.schedule.step()
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
-        return {"skipped": reason, "grad_norm": 0.0}
+        return {"skipped": reason, "grad_norm": 0.0, **masked}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
@@ -500,6 +517,7 @@ def update(learner, rollout, advantages, config):
         "logp_diff": logp_diff / num_tokens,  # of the first pass, which the sampler's log-probs belong to
         "logp_diff_max": max_over_processes(largest_difference),
         "grad_norm": statistics.fmean(norms),
+        **masked,
         **skipped,
     }
 
@@ -545,6 +563,8 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a "
         f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
+    for remark in Prompting.of(config).remarks(decoder.tokenizer, problems):
+        run.say(f"note: {remark}")
 
 
 def rollout_metrics(run, sampled, right, rewards):
@@ -561,7 +581,8 @@ def rollout_metrics(run, sampled, right, rewards):
     }
     gathered = gather_object([local])
     values = {name: [v for one in gathered for v in one[name] if v is not None] for name in local}
-    mean = {name: statistics.fmean(v) if v else 0.0 for name, v in values.items()}
+    # NaN where a function abstained for all completions of the step, which the log has as null
+    mean = {name: statistics.fmean(v) if v else math.nan for name, v in values.items()}
     scored = rewards[~rewards.isnan()]
     metrics = {
         "reward": float(scored.mean()),
@@ -613,7 +634,7 @@ def speed_metrics(run, rollout):
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     debug_every()  # refuses a bad M3PO_DEBUG now
     if config.check:
         return preflight.report(config, chosen_rewards(config))

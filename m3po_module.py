@@ -13,6 +13,8 @@ The M3PO paper writes a zero for a left-out pair *before* the softmax, where exp
 weight. Its stated intention is no contribution, and that is done here: such a pair has weight 0.
 """
 
+import math
+
 import torch
 
 SIMILARITIES = ("distribution", "embedding", "mean")
@@ -38,11 +40,21 @@ def weights_from_similarity(similarity, thinking, temperature):
     return torch.softmax(scores, dim=-1) * allowed
 
 
+def check_interaction(lambda_blend, temperature):
+    """ValueError for what is no blend or no softmax: temperature 0 would give NaN or nobody any weight."""
+    if not 0 <= lambda_blend <= 1:
+        raise ValueError(f"lambda_blend={lambda_blend}: must be between 0 and 1")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be positive and finite")
+
+
 def cross_path_weights(features, thinking, temperature):
     """Weights [b, i, j] that path i gives to path j: features (B, G, F), thinking (B, G) bool -> (B, G, G).
 
     A row sums to 1, or to 0 where its path does not think or no other path does. The diagonal is 0.
+    ValueError where the temperature is not positive.
     """
+    check_interaction(0, temperature)
     assert features.shape[:2] == thinking.shape, "features (B, G, F) and thinking (B, G) must agree"
     return weights_from_similarity(cosines(products(features)), thinking, temperature)
 
@@ -70,7 +82,11 @@ def apply_cross_path_interaction(current_embeds, is_thinking, lambda_blend=0.1, 
 def apply_cross_path_interaction_batch(
     current_embeds, num_generations, thinking_mask=None, lambda_blend=0.1, temperature=0.1
 ):
-    """Groups side by side, (B*G, E) in group-major order -> (B*G, E); without a mask every path thinks."""
+    """Groups side by side, (B*G, E) in group-major order -> (B*G, E); without a mask every path thinks.
+
+    ValueError for rows that do not make whole groups, and for a lambda or temperature that cannot be.
+    """
+    check_interaction(lambda_blend, temperature)
     rows, width = current_embeds.shape
     if rows % num_generations:
         raise ValueError(f"{rows} embeddings do not make whole groups of num_generations={num_generations}")

@@ -347,7 +347,7 @@ def reward_columns(problems, texts, completion_ids, answer_format):
     names = dict.fromkeys(name for p in problems for name in p.more)
     more = {name: [p.more.get(name) for p in problems] for name in names}
     return more | dict(
-        prompts=[[{"role": "user", "content": p.question}] for p in problems],
+        prompts=[list(p.messages) or [{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
         completion_ids=completion_ids,
         answer=[p.answer for p in problems],
@@ -360,21 +360,18 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0):
     """Totals (N) = sum of weight * value, and each function's own values by name.
 
     None means "abstains": where every function abstains the total is NaN, which the training loop leaves out.
-    RewardError for what is no reward, and for a function that abstains for all completions of all processes.
+    RewardError for what is no reward, and where no completion of any process was scored by any function.
     `gather` makes of this process's values those of all; `timeout` is in seconds a function; `columns` are as
     `reward_columns` makes them.
     """
     completions = columns["completions"]
     parts = {}
     totals = [math.nan] * len(completions)
+    at_step = "" if step is None else f" at step {step}"
     for function, weight in functions:
         name = getattr(function, "__name__", type(function).__name__)
-        where = f"reward function {name}" + ("" if step is None else f" at step {step}")
+        where = f"reward function {name}{at_step}"
         values = _values(function, columns, where, timeout)
-        everywhere = gather(values)
-        if everywhere and all(v is None for v in everywhere):
-            first = f", the first of them {_quote(completions[0])}" if completions else ""
-            raise RewardError(f"{where} returned None for all {len(everywhere)} completions{first}")
         numbered = (f"{name}_{n}" for n in itertools.count(2))
         key = next(k for k in itertools.chain([name], numbered) if k not in parts)
         parts[key] = values
@@ -382,6 +379,11 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0):
             if value is not None:
                 totals[i] = weight * value + (0.0 if math.isnan(totals[i]) else totals[i])
                 _check_size(totals[i], value, weight, where)
+    everywhere = gather(totals)
+    if everywhere and all(map(math.isnan, everywhere)):
+        where = f"reward function {' and '.join(parts)}{at_step}"
+        first = f", the first of them {_quote(completions[0])}" if completions else ""
+        raise RewardError(f"{where} returned None for all {len(everywhere)} completions{first}")
     return totals, parts
 
 

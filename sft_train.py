@@ -18,15 +18,17 @@ import torch
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
+from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.learner import NOT_FINITE, make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
-from learning.parallel import max_over_processes, shard
-from problems.prompts import Prompting, prepare_problems
+from learning.parallel import max_over_processes, shard, together
+from problems.prompts import Prompting, prepare_problems, problems_of
 from reporting.files import write_whole
+from running.contract import inputs_of, model_fingerprint, problems_fingerprint
 from running.evaluation import held_out_accuracy
-from running.launching import check_shares, launch, starts_processes
-from running.parsing import parse_config, run_main, settings_from_file
+from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
+from running.parsing import run_main, settings_from_file
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
@@ -57,7 +59,9 @@ class Config(TrainConfig):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "linear", "learning rate after the warm-up", in_card=True
     )
-    warmup_ratio: float = setting(0.05, "share of the steps in which the learning rate rises from 0")
+    warmup_ratio: float = setting(
+        0.05, "share of the steps in which the learning rate rises: of n steps 1/n, ..., 1"
+    )
     unique_train_examples: int | None = setting(
         None, "train on the first N responses that are left (default: all)"
     )
@@ -74,15 +78,20 @@ class Config(TrainConfig):
 
 
 def responses(problems, tokenizer, config):
-    """Pairs of a problem and the ids to learn, which end on the EOS of the chat template.
+    """Pairs of a problem and the ids to learn, which go on from the prompt and end on the EOS of the chat
+    template.
 
     Longer responses than max_completion_length are left out.
     """
     answer_format, eos = ANSWER_FORMATS[config.answer_format], Prompting.of(config).eos_id(tokenizer)
+    if eos is None:
+        remedy = "the tokenizer names no EOS token, and the chat template writes none: set eos_token"
+        raise SettingError("model", config.model, f"{remedy} in tokenizer_config.json")
     kept = []
     for p in problems:
         text = p.problem.response or _worked_answer(p.problem, answer_format, config)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [eos]
+        ids = tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)["input_ids"]
+        ids += [eos] if ids[-1:] != [eos] else []  # some data ends its responses on it already
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))
     if not kept:
@@ -120,13 +129,18 @@ def train(config, outer=None):
     outer: the run that this is the warm start of.
     """
     with Run(config, SHOWN, outer) as run:
-        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-        problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
-        pairs = responses(problems, tokenizer, config)
-        policy = load_policy(config, config.model, tokenizer, run.device)
-        check_positions(policy, problems + held_out, config)
-        sampler = load_frozen(config, config.model, tokenizer, run.device) if config.eval_every else policy
-        decoder = GroupDecoder(sampler, tokenizer, compiled=config.torch_compile)
+        start = run.find_folder(config.model, "model")
+        with together():
+            tokenizer = load_tokenizer(start, config.trust_remote_code)
+            problems, held_out, skipped = prepare_problems(config, tokenizer, responses=True)
+            pairs = responses(problems, tokenizer, config)
+            policy = load_policy(config, start, tokenizer, run.device)
+            check_positions(policy, problems + held_out, config)
+            sampler = load_frozen(config, start, tokenizer, run.device) if config.eval_every else policy
+            end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
+        refuse_other_start(config, problems + held_out, sampler)
+        think_end = ANSWER_FORMATS[config.answer_format].think_end
+        decoder = GroupDecoder(sampler, tokenizer, think_end, compiled=config.torch_compile)
         if sampler is not policy:
             decoder.choose_path()
         total = steps_to_do(config, len(pairs))
@@ -136,10 +150,13 @@ def train(config, outer=None):
             refresh(sampler, policy)
             return held_out_accuracy(run, decoder, held_out)
 
-        run.open(learner, problems, evaluate, total, total)
+        inputs = inputs_of(run, problems, held_out, config.model, policy)
+        run.open(learner, inputs, evaluate, total, total)
         if not run.is_finished:
             used = f"{len(pairs)} of {len(problems)} problems, {skipped} prompts too long"
             run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
+            for remark in Prompting.of(config).remarks(tokenizer, problems):
+                run.say(f"note: {remark}")
 
         for _ in run.steps(evaluate_first=False):
             with run.timed("step_seconds"):
@@ -172,8 +189,12 @@ def rows_loss(learner, batch, tokens, rows):
 def warm_start_settings(config):
     """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's."""
     settings = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
+    settings["system_prompt_file"] = None  # its text is in system_prompt
     try:
-        settings |= settings_from_file(Config, config.warm_start)
+        given = settings_from_file(Config, config.warm_start)
+        if "system_prompt_file" in given:
+            settings["system_prompt"] = None
+        settings |= given
         settings |= {
             "output_dir": str(Path(config.output_dir) / "warm_start"),
             "resume": config.resume,
@@ -192,25 +213,31 @@ def warm_start(config, run):
     With resume, a warm start that was cut off is gone on with.
     """
     if config.warm_start == "none":
-        return config.model
+        return run.find_folder(config.model, "model")
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
-    note, compared = folder / "warm_start.json", json.loads(json.dumps(resolved(settings)))
-    free = free_on_resume(Config)
-    compared = {name: value for name, value in compared.items() if name not in free}
-    is_whole = is_main and note.exists() and json.loads(note.read_text()) == compared
+    note, free = folder / "warm_start.json", free_on_resume(Config)
+    made_with, is_whole = {}, False
+    with together():
+        if is_main:
+            everything = json.loads(json.dumps(resolved(settings)))
+            made_with = {name: value for name, value in everything.items() if name not in free}
+            read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
+            read |= {"start": model_fingerprint(settings.model)}
+            if note.exists():
+                noted = json.loads(note.read_text())
+                is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
+            made_with |= read
     if not max_over_processes(is_whole):
+        train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
-            note.unlink(missing_ok=True)
-        train(settings, run)
-        if is_main:
-            write_whole(note, json.dumps(compared))
+            write_whole(note, json.dumps(made_with))
     run.accelerator.wait_for_everyone()
-    return str(folder)
+    return run.find_folder(folder)
 
 
 def main():
-    config = parse_config(Config, description=__doc__.splitlines()[0])
+    config = parse_on_all(Config, description=__doc__.splitlines()[0])
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)

@@ -15,9 +15,11 @@ import torch
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
+from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
-from problems.prompts import Prompting
+from problems.problem import Problem
+from problems.prompts import Prompting, saved_system_prompt, system_prompt_text
 from problems.sources import QUESTION
 from reporting.files import read_run_config
 
@@ -58,32 +60,38 @@ def load_solver(
     if prompting is None:
         settings = SimpleNamespace(
             answer_format=trained.get("answer_format", "xml"),
-            system_prompt_file=trained.get("system_prompt_file"),
+            **saved_system_prompt(trained),
+            prompt_format=trained.get("prompt_format", "chat"),
             chat_template_kwargs=trained.get("chat_template_kwargs") or "{}",
         )
+        settings.system_prompt = system_prompt_text(settings)
         prompting = Prompting.of(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
-    decoder = GroupDecoder(loaded, tokenizer, compiled=torch_compile)
+    end_answers_on(prompting.eos_id(tokenizer), tokenizer, loaded)
+    think_end = ANSWER_FORMATS[prompting.answer_format].think_end
+    decoder = GroupDecoder(loaded, tokenizer, think_end, compiled=torch_compile)
     decoder.choose_path()
     return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
 
 
 def solve(question, solver, temperature=0.0, seed=0):
-    """A Solution of one question (a text), or a list of them of several (a list); temperature 0 is greedy."""
+    """A Solution of one question (a text), or a list of them of several (a list); temperature 0 is greedy.
+
+    Among several there may be Problems.
+    """
     questions = [question] if isinstance(question, str) else list(question)
+    problems = [Problem(asked, "") if isinstance(asked, str) else asked for asked in questions]
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
-    ids = []
-    for text in questions:
-        prompt = prompting.build(decoder.tokenizer, text)
-        ids.append(decoder.tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    check_positions(decoder.model, [SimpleNamespace(ids=row) for row in ids], solver)
-    answers = decoder.complete(ids, Sampling(limit, temperature=temperature), seed)
+    asked = [prompting.encoded(decoder.tokenizer, problem) for problem in problems]
+    check_positions(decoder.model, asked, solver)
+    answers = decoder.complete([p.ids for p in asked], Sampling(limit, temperature=temperature), seed)
     solutions = []
-    for text, [completion] in zip(questions, answers, strict=True):
-        solutions.append(solution_of(text, completion.text, completion.ended, prompting.answer_format))
+    for p, [completion] in zip(asked, answers, strict=True):
+        text = p.answered(completion).text
+        solutions.append(solution_of(p.problem.question, text, completion.ended, prompting.answer_format))
     return solutions[0] if isinstance(question, str) else solutions
 
 
@@ -97,7 +105,7 @@ def solution_of(question, completion, finished, answer_format):
 
 
 def read_questions(path):
-    """The questions of a text file, one a line, or of JSON lines."""
+    """The questions of a text file, one a line, or of JSON lines, as Problems."""
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -106,23 +114,24 @@ def read_questions(path):
     if not numbered:
         raise DataError(f"{path}: holds no question")
     if Path(path).suffix != ".jsonl":
-        return [line for _, line in numbered]
+        return [Problem(line, "") for _, line in numbered]
     return [_question_of(line, f"{path} line {number}") for number, line in numbered]
 
 
 def _question_of(line, where):
-    """The question in a line of JSON."""
+    """The question in a line of JSON, as a Problem."""
     try:
         row = json.loads(line)
-        return next(row[key] for key in QUESTION if isinstance(row.get(key), str))
+        key = next(key for key in QUESTION if isinstance(row.get(key), str))
+        return Problem(row[key], "", is_prompt=key == "prompt")
     except (json.JSONDecodeError, AttributeError, StopIteration) as error:
         raise DataError(f"{where}: is not a JSON object with a {' or '.join(QUESTION)}") from error
 
 
-def training_row(solution):
-    """A solution as sft_train.py reads it."""
+def training_row(solution, column="prompt"):
+    """A solution as sft_train.py reads it, the question in a column of this name."""
     row = asdict(solution)
-    return {"prompt": row.pop("question"), "response": row.pop("completion"), **row}
+    return {column: row.pop("question"), "response": row.pop("completion"), **row}
 
 
 def readable(solution):

@@ -66,12 +66,25 @@ class AnswerFormat:
     tags: tuple[str, ...]  # format_reward pays 0.2 for each
     template: str
     find: Callable[[str], str | None]
+    raw_prompt: str = ""  # what prompt_format raw asks with; "": the system prompt, then the question
 
     def extract(self, text):
         """The answer in a completion, trimmed, or None. A literal `...` is the prompt's placeholder."""
         text = completion_text(text)
         answer = None if text is None else self.find(text)
         return None if answer == "..." else answer
+
+    def opening(self, prompt):
+        """The end of a prompt that belongs to the answer already: a tag of the format that it opens."""
+        ends = (tag for tag in self.tags if not tag.startswith("</") and prompt.rstrip().endswith(tag))
+        return next((prompt[prompt.rindex(tag) :] for tag in ends), "")
+
+    def after_opening(self, text, opening):
+        """What is left of an answer's text where the prompt has opened it already."""
+        if opening and text.startswith(opening):
+            return text[len(opening) :]
+        tag = opening.rstrip()
+        return text[len(tag) :].lstrip() if tag and text.startswith(tag) else text
 
     def write(self, reasoning, answer):
         """A solution in this format, for supervised training."""
@@ -93,6 +106,14 @@ R1_PROMPT = (
     "<think>\n...\n</think>\n<answer>\n...\n</answer>\n"
 )
 
+# After the prompt of DeepSeek-R1-Zero, for models that know no chat.
+R1_RAW_PROMPT = (
+    "A conversation of a User with an Assistant. The User asks, and the Assistant answers: it first thinks "
+    "in its mind about how to get there, and then tells the User the answer. The thinking stands between "
+    "<think> and </think>, the answer between <answer> and </answer>, in this way: "
+    "<think> thinking </think> <answer> ... </answer>.\nUser: {question}\nAssistant: <think>"
+)
+
 XML_TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 R1_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 XML_TEMPLATE = "<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n{answer}\n</answer>\n"
@@ -103,7 +124,7 @@ FORMATS = (
     AnswerFormat("xml", SYSTEM_PROMPT, "</reasoning>", XML_TAGS, XML_TEMPLATE, _last_answer_tag),
     AnswerFormat("hash", HASH_PROMPT, "####", ("####",), "{reasoning}\n#### {answer}", last_hash),
     AnswerFormat("boxed", BOXED_PROMPT, "\\boxed{", ("\\boxed{",), BOXED_TEMPLATE, _last_box),
-    AnswerFormat("r1", R1_PROMPT, "</think>", R1_TAGS, R1_TEMPLATE, _r1_answer),
+    AnswerFormat("r1", R1_PROMPT, "</think>", R1_TAGS, R1_TEMPLATE, _r1_answer, R1_RAW_PROMPT),
 )
 ANSWER_FORMATS = {made.name: made for made in FORMATS}
 

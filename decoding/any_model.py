@@ -125,6 +125,9 @@ class PlainBackbone:
     def reclaim_weights(self):
         pass
 
+    def forget(self):
+        pass  # a prefill begins a cache of its own
+
     def reserve(self, rows, slots, prompt, length):
         self.length = length
 

@@ -12,7 +12,7 @@ import torch
 
 from decoding.engine import Engine
 from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device
-from decoding.tokens import token_tables
+from decoding.tokens import token_tables, unwritten_ids
 from errors import Interrupted
 
 
@@ -26,6 +26,7 @@ class GroupDecoder:
     def __init__(self, model, tokenizer, think_end=None, interaction=PLAIN_GRPO, fast=True, compiled=True):
         self.model, self.tokenizer, self.interaction = model, tokenizer, interaction
         self.tables = token_tables(tokenizer, model, think_end)
+        self.unwritten = unwritten_ids(tokenizer, think_end)
         self.engine = Engine(model, self.tables, interaction, fast, compiled)
         self.interrupted = None  # a function that says whether to stop in the middle, asked between steps
 
@@ -73,10 +74,11 @@ class GroupDecoder:
         return [self._completion(*row) for row in zip(rollout.completion_ids(), ended, strict=True)]
 
     def text(self, ids, ended):
-        """The text of a completion, a list of ids up to its end: no EOS, no special tokens, no clean-up."""
-        return self.tokenizer.decode(
-            ids[: len(ids) - int(ended)], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        """The text of a completion, a list of ids up to its end: no EOS, no clean-up, of special tokens only
+        tags.
+        """
+        written = [i for i in ids[: len(ids) - int(ended)] if i not in self.unwritten]
+        return self.tokenizer.decode(written, clean_up_tokenization_spaces=False)
 
     def _completion(self, ids, ended):
         return Completion(ids, self.text(ids, ended), ended)

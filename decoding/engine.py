@@ -188,6 +188,7 @@ class Engine:
             paths = sampling.num_generations
             self.row_of_path = self.row_of_path[:slots, :paths]
             self.mix = self.mix[:slots, :, :paths, :paths]
+        self.backbone.forget()
         rows = self.rows
         torch.arange(len(rows.cache_row), out=rows.cache_row)
         for tensor in (rows.t, rows.slot, rows.path, rows.input_change, self.mix):

@@ -133,7 +133,7 @@ def attend(q, k, v, cache, rows, row_of_path, scale):
     index, positions = torch.arange(n, device=q.device), cache.slot_len[rows.slot] + past
     q, k = (rotate(x, cache.cos[positions], cache.sin[positions]) for x in (q, k))
     cache.completion[0][index, :, past], cache.completion[1][index, :, past] = k, v
-    prompt_keys, completion_keys = max(int(cache.slot_len.max()), 1), int(past.max()) + 1
+    prompt_keys, completion_keys = max(int(prompt_len.max()), 1), int(past.max()) + 1
     prompt_k, prompt_v = cache.prompt[:, : len(row_of_path), :, :prompt_keys]
     completion_k, completion_v = cache.completion[:, :n, :, :completion_keys]
 
@@ -252,6 +252,10 @@ class FastBackbone:
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.data)
                 parameter.data = view
+
+    def forget(self):
+        """No slot holds a prompt: the sums of a step are as wide as the longest of this call."""
+        self.slot_len.zero_()
 
     def reserve(self, rows, slots, prompt, length):
         """Storage for keys and values, and the rotary tables."""

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from m3po_module import check_interaction
+
 
 @dataclass(frozen=True)
 class Interaction:
@@ -16,6 +18,9 @@ class Interaction:
     lambda_blend: float = 0.0
     temperature: float = 0.1
     similarity: str = "distribution"
+
+    def __post_init__(self):
+        check_interaction(self.lambda_blend, self.temperature)
 
 
 PLAIN_GRPO = Interaction()

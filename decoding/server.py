@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from errors import RunError, SettingError, one_line
 
@@ -33,6 +33,7 @@ class Server:
     model: str
     key: str = ""
     timeout: float = 300.0
+    template_kwargs: dict = field(default_factory=dict)  # for the server's chat template
 
     def ask(self, path, body=None):
         """The JSON that the server answers; a failure that may pass is retried after growing pauses."""
@@ -56,21 +57,28 @@ class Server:
                 time.sleep(min(30.0, 0.5 * 2**attempt) * (0.5 + random.random()))
         raise RunError(f"{self.url} did not answer in {RETRIES} attempts ({reason})")
 
-    def chat(self, messages, sampling, seed):
-        """One completion of a chat: text, tokens, and whether it ended by itself; top_k is not sent."""
+    def complete(self, prompt, sampling, seed):
+        """One completion of a chat, or of a prompt as text: text, tokens, and whether it ended by itself.
+
+        top_k is not sent.
+        """
+        is_text = isinstance(prompt, str)
         body = dict(
             model=self.model,
-            messages=messages,
+            **({"prompt": prompt} if is_text else {"messages": prompt}),
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             seed=seed,
         )
         if sampling.top_p < 1:
             body["top_p"] = sampling.top_p
-        answer = self.ask("chat/completions", body)
+        if self.template_kwargs and not is_text:
+            body["chat_template_kwargs"] = self.template_kwargs
+        answer = self.ask("completions" if is_text else "chat/completions", body)
         try:
             choice = answer["choices"][0]
-            text, reason = choice["message"].get("content") or "", choice.get("finish_reason")
+            text = choice["text"] if is_text else choice["message"].get("content")
+            text, reason = text or "", choice.get("finish_reason")
         except (KeyError, IndexError, TypeError) as error:
             shown = json.dumps(answer)[:200]
             raise RunError(f"{self.url} answered something else than a completion: {shown}") from error
@@ -78,21 +86,22 @@ class Server:
         return text, tokens, reason != "length"
 
 
-def connect(url, model, key="", timeout=300.0):
+def connect(url, model, key="", timeout=300.0, template_kwargs=None):
     """A Server; where no model is named, with the only one that it has."""
     if not url.startswith(("http://", "https://")):
         raise SettingError("api", url, "must be an address such as http://localhost:8000/v1")
+    kwargs = template_kwargs or {}
     if model:
-        return Server(url, model, key, timeout)
+        return Server(url, model, key, timeout, kwargs)
     names = [entry["id"] for entry in Server(url, "", key, timeout).ask("models").get("data", [])]
     if len(names) != 1:
         remedy = f"the server has {len(names)} models: name one of {', '.join(names[:10])}"
         raise SettingError("api_model", None, remedy)
-    return Server(url, names[0], key, timeout)
+    return Server(url, names[0], key, timeout, kwargs)
 
 
 def complete(server, chats, sampling, seed, at_once=32, indices=None, keep=None):
-    """For each chat (a list of messages) G triples (text, tokens, whether it ended by itself), in order.
+    """For each chat (messages, or a prompt as text) G triples (text, tokens, whether it ended), in order.
 
     `at_once` requests are in flight. `indices` and `keep(index, triples)` as for the decoder's `complete`.
     """
@@ -102,7 +111,7 @@ def complete(server, chats, sampling, seed, at_once=32, indices=None, keep=None)
 
     def ask(job):
         i, j = divmod(job, G)
-        answer = server.chat(chats[i], sampling, seed + indices[i] * G + j)
+        answer = server.complete(chats[i], sampling, seed + indices[i] * G + j)
         with lock:
             answers[i][j] = answer
             if keep is not None and None not in answers[i]:

@@ -6,6 +6,7 @@ model's head, padded to whole blocks), S states of the automaton.
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from errors import SettingError
 
+TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 # Ids to wait for the bytes of a whole text: a character has 4, but an id may end one and begin the next.
 IDS_TO_WAIT = 16
 LOGIT_BLOCK = 128  # the sampler works by blocks of this many logits
@@ -27,15 +29,30 @@ def whole_blocks(count):
     return -(-count // LOGIT_BLOCK) * LOGIT_BLOCK
 
 
-def token_bytes(tokenizer, count):
-    """The bytes that each of the first `count` ids adds to a decoded text; a special token adds none."""
+def unwritten_ids(tokenizer, think_end=None):
+    """The ids of special tokens that are no part of a decoded text, such as <|im_start|>, <s> or <pad>.
+
+    Tags such as <answer>, and the delimiter `think_end`, are text even where a tokenizer calls them special:
+    they are what grading looks for.
+    """
+    named = set(tokenizer.special_tokens_map.values())  # bos, eos, unk, pad and the like
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    is_text = lambda text: text == think_end or (TAG.fullmatch(text) and text not in named)  # noqa: E731
+    tags = {i for i, text in special.items() if is_text(text)}
+    return frozenset({*tokenizer.all_special_ids, *special} - tags)
+
+
+def token_bytes(tokenizer, count, think_end=None):
+    """The bytes that each of the first `count` ids adds to a decoded text; an unwritten one adds none."""
     decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"], ensure_ascii=False)
-    added = tokenizer.added_tokens_decoder
+    added, unwritten = tokenizer.added_tokens_decoder, unwritten_ids(tokenizer, think_end)
     byte_of_char = _byte_level_alphabet()
 
     def content(token_id, piece):
+        if token_id in unwritten:
+            return b""
         if token_id in added:
-            return b"" if added[token_id].special else added[token_id].content.encode()
+            return added[token_id].content.encode()
         if piece is None:
             return b""
         if "ByteLevel" in decoder:
@@ -114,13 +131,17 @@ class TokenTables:
     next_state: torch.Tensor  # (S, V)
 
 
+def _as_list(value):
+    """An eos_token_id as a list; some configs have one id, some several, some none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def eos_token_ids(tokenizer, model):
     """The EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
-    ids = set()
-    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            ids.update(value if isinstance(value, list | tuple) else [value])
+    sources = (tokenizer, model.config.get_text_config(), model.generation_config)
+    ids = {i for source in sources for i in _as_list(getattr(source, "eos_token_id", None))}
     if not ids:
         raise SettingError(
             "model",
@@ -133,6 +154,18 @@ def eos_token_ids(tokenizer, model):
         remedy = f"eos_token_id holds {wrong[0]!r} in {files}, which is no whole number"
         raise SettingError("model", model.config.name_or_path, remedy)
     return sorted(i for i in ids if i >= 0)  # some configs write -1 for none
+
+
+def end_answers_on(eos_id, tokenizer, *models):
+    """Let `eos_id` end completions, beside the EOS ids that there are: what training teaches as the end.
+
+    The models' generation configs name them all, and are saved with the models.
+    """
+    for model in models:
+        settings, before = model.generation_config, model.generation_config.eos_token_id
+        settings.eos_token_id = _as_list(before) + _as_list(eos_id)
+        ids = eos_token_ids(tokenizer, model)
+        settings.eos_token_id = before if set(ids) == set(_as_list(before)) else ids
 
 
 def token_tables(tokenizer, model, think_end=None):
@@ -152,7 +185,7 @@ def token_tables(tokenizer, model, think_end=None):
     real = torch.zeros(whole_blocks(table_size), dtype=torch.bool)
     real[list(known)] = True
     if think_end:
-        next_state = delimiter_automaton(token_bytes(tokenizer, num_real), think_end)
+        next_state = delimiter_automaton(token_bytes(tokenizer, num_real, think_end), think_end)
     else:
         next_state = torch.zeros(2, num_real, dtype=torch.long)
     return TokenTables(

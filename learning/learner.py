@@ -105,4 +105,15 @@ def make_optimizer(model, config, total_steps):
     optimizer = kind(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
     warmup = math.ceil(config.warmup_ratio * total_steps)
     name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
-    return optimizer, get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    return optimizer, warmed_up(schedule, warmup)
+
+
+def warmed_up(schedule, warmup):
+    """The schedule with a warm-up of 1/n, 2/n, ..., 1: transformers' own begins with a step at rate 0."""
+
+    def of(curve):
+        return lambda step: (step + 1) / warmup if step < warmup else curve(step)
+
+    curves = [of(curve) for curve in schedule.lr_lambdas]
+    return torch.optim.lr_scheduler.LambdaLR(schedule.optimizer, curves)

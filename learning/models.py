@@ -1,5 +1,7 @@
 """Models and tokenizers: loaded, given adapters, merged and copied."""
 
+import hashlib
+
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError
@@ -396,3 +398,12 @@ def refresh(copy, policy):
         targets.pop(name).copy_(whole(source.detach()))
     assert not targets, f"the policy lacks {min(targets)}"
     return (every_257th() != before).float().mean()
+
+
+def fingerprint(model):
+    """A hash of a thousand or two values of each weight: it tells models saved in the same folder apart."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        values = weight.detach().flatten()[:: max(1, weight.numel() // 1000)]
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()

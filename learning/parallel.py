@@ -1,10 +1,16 @@
-"""Several processes: the rows that each works on, numbers they agree on, DDP or FSDP2."""
+"""Several processes: the rows that each works on, what they agree on over all machines, DDP or FSDP2."""
+
+import os
+import socket
+from contextlib import contextmanager
 
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from errors import SettingError, SharedError, one_line
 
 
 def distribute(accelerator, scorer, config):
@@ -47,3 +53,77 @@ def max_over_processes(value):
 def first_over_processes(value):
     """The value of the first process that has one, None where none has; the same on all processes."""
     return next((v for v in gather_object([value]) if v), None)
+
+
+def is_first_of_node():
+    """Whether this process writes the files of its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def _node():
+    """What tells the machines apart: two launchers on one host are two of them."""
+    return os.environ.get("GROUP_RANK"), socket.gethostname()
+
+
+def of_first_of_node(value):
+    """The value that the first process of this machine has; every process must call it."""
+    gathered = gather_object([(_node(), is_first_of_node(), value)])
+    return next(value for node, is_first, value in gathered if is_first and node == _node())
+
+
+def gather_with_nodes(value):
+    """[(node, value)] of all processes, in their order; a node is its number, from 0, and its host's name."""
+    gathered = gather_object([(_node(), value)])
+    nodes = list(dict.fromkeys(node for node, _ in gathered))
+    return [((nodes.index(node), node[1]), value) for node, value in gathered]
+
+
+@contextmanager
+def together():
+    """An error that one process raises inside is raised on all of them, as one line that names its node.
+
+    Nothing inside may wait for another process, and every process must call it.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:  # the others must learn of any error, or they would wait for ever
+        error = caught
+    failure = None if error is None else _line_and_status(error)
+    outcomes = gather_with_nodes(failure)
+    failed = [rank for rank, (_, failure) in enumerate(outcomes) if failure]
+    if not failed:
+        return
+    if error is not None and (len(outcomes) == 1 or not hasattr(error, "status")):
+        raise error  # with its traceback where no user can mend it
+    (number, host), (line, status) = outcomes[failed[0]]
+    if len({failure for _, failure in outcomes}) > 1:  # not all processes fail alike
+        has_nodes = len({node for node, _ in outcomes}) > 1
+        line = f"node {number} ({host}): {line}" if has_nodes else f"process {failed[0]}: {line}"
+    raise SharedError(line, status) from error
+
+
+def _line_and_status(error):
+    """An error as one line, and the exit status of a script that ends with it."""
+    if hasattr(error, "status"):
+        return one_line(error, None), error.status
+    return f"{type(error).__name__}: {one_line(error)}", 1
+
+
+def refuse_unlike(values):
+    """Refuse, on all processes, what one of them has otherwise than the first; every process must call it.
+
+    values: {(setting, its value): what must be the same}, without those that a process does not have.
+    """
+    (_, first), *others = gather_with_nodes(values)
+    for (number, host), there in others:
+        for key in {**first, **there}:
+            if first.get(key) == there.get(key):
+                continue
+            what = f"is another on node {number} ({host}) than on the first node"
+            if key not in there:
+                what = f"is missing on node {number} ({host})"
+            elif key not in first:
+                what = f"is on node {number} ({host}), and not on the first node"
+            refusal = SettingError(*key, f"{what}: give every node the same")
+            raise SharedError(str(refusal), refusal.status)

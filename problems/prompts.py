@@ -3,13 +3,14 @@
 import json
 import warnings
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jinja2 import TemplateError
 
 from answers.formats import ANSWER_FORMATS
 from errors import DataError, SettingError, one_line
-from problems.problem import EncodedProblem
+from problems.problem import EncodedProblem, Problem
 from problems.sources import load_problems, split_held_out
 
 PLAIN_TEMPLATE = (
@@ -18,6 +19,21 @@ PLAIN_TEMPLATE = (
     "{% elif m['role'] == 'user' %}Question: {{ m['content'] }}\n"
     "{% else %}Answer: {{ m['content'] }}{{ eos_token }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
+)
+PROMPT_FORMATS = ("chat", "raw")
+SYSTEM_ROLES = ("system", "developer")
+QUESTION_PLACE = "{question}"
+REMARKED = 50  # so many prompts are looked at for what the template changes
+# Templates that ask for the date are told this one, in every run: prompts with today's date would differ from
+# yesterday's. Llama 3's own template falls back to it.
+FIXED_DAY = datetime(2024, 7, 26, tzinfo=UTC)
+_DIRECTIVES = [f"%{flag}{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwWxXyYZ" for flag in ("", "-")]
+_WRITTEN = {directive: FIXED_DAY.strftime(directive) for directive in _DIRECTIVES}
+FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
+    f"{{%- for directive, text in {_WRITTEN}.items() -%}}"
+    "{%- set made.text = made.text.replace(directive, text) -%}"
+    "{%- endfor -%}{{ made.text }}{%- endmacro %}\n"
 )
 SET_HERE = {"tokenize", "add_generation_prompt", "conversation", "messages"}
 
@@ -38,19 +54,41 @@ def template_kwargs(config):
 
 
 def system_prompt(config):
-    """The format's system prompt, or the user's file, which must name the text that ends the reasoning."""
-    chosen = ANSWER_FORMATS[config.answer_format]
-    file = config.system_prompt_file
-    if file is None:
-        return chosen.system_prompt
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
-        raise SettingError("system_prompt_file", file, f"cannot be read ({type(error).__name__})") from error
+    """The user's text, else the format's own; the user's must name what ends the reasoning."""
+    chosen, text = ANSWER_FORMATS[config.answer_format], config.system_prompt
+    if text is None:
+        return (config.prompt_format == "raw" and chosen.raw_prompt) or chosen.system_prompt
     if chosen.think_end not in text:
         remedy = f"must name {chosen.think_end!r}, which answer_format={chosen.name} waits for"
-        raise SettingError("system_prompt_file", file, remedy)
+        name = "system_prompt" if config.system_prompt_file is None else "system_prompt_file"
+        raise SettingError(name, getattr(config, name), remedy)
     return text
+
+
+def saved_system_prompt(trained):
+    """system_prompt and system_prompt_file of a run_config.yaml; a file only where no text is saved."""
+    text = trained.get("system_prompt")
+    file = trained.get("system_prompt_file") if text is None else None
+    return {"system_prompt": text, "system_prompt_file": file}
+
+
+def system_prompt_text(config):
+    """The text of system_prompt, or that of system_prompt_file; None where neither is given.
+
+    Read once, when a Config is made: the file may change while a run goes on.
+    """
+    text, file = config.system_prompt, config.system_prompt_file
+    if file is None:
+        return text
+    try:
+        read = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
+        if text is not None:  # read before, when the file was there
+            return text
+        raise SettingError("system_prompt_file", file, f"cannot be read ({type(error).__name__})") from error
+    if text is not None and text != read:
+        raise SettingError("system_prompt_file", file, "says something else than system_prompt: give one")
+    return read
 
 
 @dataclass(frozen=True)
@@ -60,6 +98,7 @@ class Prompting:
     answer_format: str
     system_prompt: str
     chat_template_kwargs: dict = field(default_factory=dict)
+    prompt_format: str = "chat"
 
     @classmethod
     def of(cls, config):
@@ -67,46 +106,81 @@ class Prompting:
         if config.answer_format not in ANSWER_FORMATS:
             known = ", ".join(ANSWER_FORMATS)
             raise SettingError("answer_format", config.answer_format, f"must be one of {known}")
+        if config.prompt_format not in PROMPT_FORMATS:
+            known = ", ".join(PROMPT_FORMATS)
+            raise SettingError("prompt_format", config.prompt_format, f"must be one of {known}")
         kwargs = template_kwargs(config)
-        return cls(config.answer_format, system_prompt(config), kwargs)
+        return cls(config.answer_format, system_prompt(config), kwargs, config.prompt_format)
 
-    def build(self, tokenizer, question, response=None):
-        """The text that the chat template makes of a question, ready for an answer; with `response`, of both.
+    def messages(self, problem):
+        """The chat that asks a problem: the data's own, or the question; the system prompt goes before it."""
+        asked = list(problem.messages) or [{"role": "user", "content": problem.question}]
+        if self.system_prompt and asked[0]["role"] not in SYSTEM_ROLES:
+            asked = [{"role": "system", "content": self.system_prompt}, *asked]
+        return asked
 
-        A tokenizer without a chat template gets PLAIN_TEMPLATE, with a warning. Where the template refuses a
-        system message, its text is put before the question.
+    def build(self, tokenizer, asked, response=None):
+        """The prompt of a question or Problem as text, ready for an answer; with `response`, of both.
+
+        In a chat it is what the chat template makes of it. Where the template refuses a system message, its
+        text is put before the question.
         """
+        problem = Problem(asked, "") if isinstance(asked, str) else asked
+        if self.prompt_format == "raw":
+            return self.raw_prompt(problem) + (response or "")
         name = tokenizer.name_or_path or "the tokenizer"
-        if tokenizer.chat_template is None:
-            message = f"{name} has no chat template: using a plain one (Question: ... Answer: ...)"
-            warnings.warn(message, stacklevel=2)
-            tokenizer.chat_template = PLAIN_TEMPLATE
-        user = {"role": "user", "content": question}
-        ways = [[user]]
-        if self.system_prompt:
-            system = {"role": "system", "content": self.system_prompt}
-            merged = {"role": "user", "content": f"{self.system_prompt}\n\n{question}"}
-            ways = [[system, user], [merged]]
+        messages = self.messages(problem)
+        ways = [messages]
+        if messages[0]["role"] in SYSTEM_ROLES and len(messages) > 1:
+            system, first, *others = messages
+            ways.append([{**first, "content": f"{system['content']}\n\n{first['content']}"}, *others])
         answer = [] if response is None else [{"role": "assistant", "content": response}]
+        how = dict(tokenize=False, add_generation_prompt=response is None)
+        if response is None and messages[-1]["role"] == "assistant":  # the data begins the answer
+            how = dict(tokenize=False, add_generation_prompt=False, continue_final_message=True)
         for messages in ways:
             try:
-                return tokenizer.apply_chat_template(
-                    messages + answer,
-                    tokenize=False,
-                    add_generation_prompt=response is None,
-                    **self.chat_template_kwargs,
-                )
-            except (TemplateError, TypeError, ValueError) as error:
+                settle_template(tokenizer, self.chat_template_kwargs)
+                kwargs = {k: v for k, v in self.chat_template_kwargs.items() if k != "chat_template"}
+                return tokenizer.apply_chat_template(messages + answer, **how, **kwargs)
+            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
                 refusal = error
         raise DataError(f"the chat template of {name} cannot be filled in: {one_line(refusal)}") from refusal
+
+    def raw_prompt(self, problem):
+        """The prompt without a chat template: a `prompt` column as it stands, else the system prompt with the
+        question in the place of its {question}, or behind it.
+        """
+        if problem.messages:
+            what = f"problem {problem.id} asks by chat messages"
+            raise DataError(f"{what}, for which prompt_format raw has no template: say prompt_format chat")
+        if problem.is_prompt:
+            return problem.question
+        return self.raw_template.replace(QUESTION_PLACE, problem.question)
+
+    @property
+    def raw_template(self):
+        """The system prompt with a place for the question, which is behind it where it names none."""
+        if QUESTION_PLACE in self.system_prompt:
+            return self.system_prompt
+        before = f"{self.system_prompt}\n\n" if self.system_prompt else ""
+        return f"{before}Question: {QUESTION_PLACE}\nAnswer: "
+
+    def ids(self, tokenizer, prompt):
+        """The ids of a prompt. Chat templates write their own BOS; a raw prompt gets the tokenizer's."""
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if self.prompt_format == "raw":
+            before = ids_before(tokenizer)
+            return ids if ids[: len(before)] == before else before + ids
+        return ids
 
     def encode(self, tokenizer, problems, max_prompt_length):
         """The problems with their prompts, and how many were left out because theirs has too many tokens.
 
-        No prompt is ever cut. Templates write their own BOS, so none is added. Raises DataError where every
-        prompt is too long, one has no tokens, or the template leaves the question out.
+        No prompt is ever cut. Raises DataError where every prompt is too long, one has no tokens, or the
+        template leaves the question out.
         """
-        encoded = [self._encoded(tokenizer, problem) for problem in problems]
+        encoded = [self.encoded(tokenizer, problem) for problem in problems]
         kept = [p for p in encoded if len(p.ids) <= max_prompt_length]
         if not kept:
             shortest = min((len(p.ids) for p in encoded), default=0)
@@ -117,30 +191,116 @@ class Prompting:
         questions = {p.problem.question for p in kept}
         if len(questions) > 1 and len({p.prompt for p in kept}) == 1:
             raise DataError("the chat template leaves the question out: all prompts are the same")
+        if self.build(tokenizer, kept[0].problem) != kept[0].prompt:
+            raise DataError("the chat template gives another prompt each time: no run could be repeated")
         return kept, len(encoded) - len(kept)
 
-    def _encoded(self, tokenizer, problem):
-        prompt = self.build(tokenizer, problem.question)
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    def encoded(self, tokenizer, problem):
+        """A problem with its prompt."""
+        prompt = self.build(tokenizer, problem)
+        ids = self.ids(tokenizer, prompt)
         if not ids:
             raise DataError(
                 f"the tokenizer makes no token of the prompt {prompt[:60]!r}: "
                 f"it does not belong to this model"
             )
-        return EncodedProblem(problem, prompt, ids)
+        return EncodedProblem(problem, prompt, ids, ANSWER_FORMATS[self.answer_format].opening(prompt))
 
     def eos_id(self, tokenizer):
-        """The id that the chat template writes after an answer, which supervised training must teach.
+        """The id that the chat template writes after an answer: training teaches it, decoding waits for it.
 
-        The tokenizer's EOS where the template writes none.
+        The tokenizer's EOS where the template writes none, and for raw prompts.
         """
-        mark = "The answer is 42"
-        after = self.build(tokenizer, "What is it?", response=mark).rpartition(mark)[2]
-        special = set(tokenizer.all_special_ids)
+        if self.prompt_format == "raw":
+            return tokenizer.eos_token_id
+        mark = "31415926"  # which no template writes in another way
+        text = self.build(tokenizer, "What is it?", response=mark)
+        after = text.rpartition(mark)[2] if mark in text else ""
+        ends = set(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.items()
-        special |= {i for i, token in added if token.special}  # Gemma's <end_of_turn>
+        ends |= {i for i, token in added if token.content.strip()}  # Gemma's <end_of_turn>; not its "\n\n"
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-        return next((i for i in ids if i in special), tokenizer.eos_token_id)
+        return next((i for i in ids if i in ends), tokenizer.eos_token_id)
+
+    def remarks(self, tokenizer, encoded):
+        """Sentences on what somebody should know of these prompts before paying for a run; none is usual."""
+        prompt, ids, opening = encoded[0].prompt, encoded[0].ids, encoded[0].opening
+        said = []
+        if self.prompt_format == "chat":
+            said += [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
+        think_end = ANSWER_FORMATS[self.answer_format].think_end
+        if think_end in opening:
+            said.append(f"the prompt ends in {think_end!r}: no path of M3PO will be seen to end its thinking")
+        closed = (tag for tag in ANSWER_FORMATS[self.answer_format].tags if tag.startswith("</"))
+        if tag := next((tag for tag in closed if prompt.rstrip().endswith(tag)), None):
+            said.append(f"the prompt ends in {tag} already, which the answer format writes once more")
+        if prompt.rstrip().endswith("<think>") and not opening:
+            said.append("the prompt ends inside a <think> block, which the answer format does not expect")
+        before = ids_before(tokenizer)
+        if before and ids[: len(before)] != before:
+            text = tokenizer.decode(before)
+            said.append(f"the tokenizer puts {text!r} in front of a text, and the chat template does not")
+        return said
+
+    def _faults(self, encoded):
+        """What the template does to the messages, said once each."""
+        faults = {}
+        for p in encoded:
+            for message in self.messages(p.problem):
+                text, role = message["content"].strip(), message["role"]
+                if text in p.prompt:
+                    continue
+                what = "system prompt" if role in SYSTEM_ROLES else f"message of the {role}"
+                if _letters(text) in _letters(p.prompt):
+                    faults[f"changes the {what}: the model reads it in other letters or spaces"] = None
+                elif role in SYSTEM_ROLES:
+                    faults[f"leaves the {what} out: the model must know the format already"] = None
+                else:
+                    faults[f"changes the {what}, or leaves parts of it out"] = None
+        return list(faults)
+
+
+def _letters(text):
+    """A text without what upper case and spaces change."""
+    return "".join(text.casefold().split())
+
+
+def ids_before(tokenizer):
+    """The ids, such as BOS, that the tokenizer puts before a text by itself."""
+    whole = tokenizer("1")["input_ids"]
+    alone = tokenizer("1", add_special_tokens=False)["input_ids"]
+    starts = (n for n in range(len(whole)) if alone and whole[n : n + len(alone)] == alone)
+    return whole[: next(starts, 0)]
+
+
+def settle_template(tokenizer, kwargs):
+    """Make the tokenizer's chat template, in place, one that gives the same prompts anywhere and on any day.
+
+    One that asks for the date gets a fixed one; the settings' chat_template_kwargs become its defaults. It is
+    saved so with the model. A tokenizer without a template gets PLAIN_TEMPLATE, with a warning.
+    """
+    if tokenizer.chat_template is None and "chat_template" not in kwargs:
+        name = tokenizer.name_or_path or "the tokenizer"
+        message = f"{name} has no chat template: using a plain one (Question: ... Answer: ...)"
+        warnings.warn(message, stacklevel=2)
+        before = ids_before(tokenizer)
+        tokenizer.chat_template = (tokenizer.decode(before) if before else "") + PLAIN_TEMPLATE
+    template = tokenizer.get_chat_template(kwargs.get("chat_template"))
+    settled = template
+    if "strftime_now" in template and FIXED_CLOCK not in template:
+        settled = FIXED_CLOCK + settled
+    others = {k: v for k, v in kwargs.items() if k != "chat_template" and k.isidentifier()}
+    defaults = "".join(_default(*pair) for pair in others.items())
+    if defaults and defaults not in settled:
+        settled = f"{defaults}\n{settled}"
+    if settled != template or "chat_template" in kwargs:
+        named = tokenizer.chat_template
+        tokenizer.chat_template = {**named, "default": settled} if isinstance(named, dict) else settled
+
+
+def _default(name, value):
+    """Jinja that sets a variable where it is not given."""
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
 
 
 def problems_of(config, responses=False):

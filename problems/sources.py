@@ -9,7 +9,7 @@ import math
 import re
 from pathlib import Path
 
-from answers.formats import extract_answer
+from answers.formats import completion_text, extract_answer
 from errors import DataError, one_line
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
@@ -23,10 +23,11 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 QUESTION = ("question", "problem", "prompt")
 COLUMNS = {
-    "question": QUESTION,
+    "question": (*QUESTION, "messages"),
     "answer": ("answer", "final_answer", "target", "label"),
     "solution": ("solution", "rationale", "response"),
 }  # the columns that are looked for, in this order, where none is named
+RESPONSE = ("response", "completion")  # what supervised training learns as it stands
 # column: field
 EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id": "id", "id": "id"}
 
@@ -36,7 +37,8 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
 
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with
     <split>.jsonl/.json/.csv/.parquet, or a hub id. `columns`: the names of question, answer, solution, where
-    they are not the usual ones. `responses`: a row may have a `response` to learn instead of an answer.
+    they are not the usual ones. `responses`: a row may have a `response` or `completion` to learn instead of
+    an answer, or end its `messages` with one.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -166,23 +168,19 @@ def _problem(where, row, columns, default_id, responses):
     """The problem of a row, or a DataError that says what is missing."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
-    used = {"response", *EXTRA}
-    text = {}
-    for field in COLUMNS:
-        column = _column(where, row, field, columns.get(field))
-        text[field] = _text(where, row, column)
-        used.add(column)
-    question = text["question"]
+    column = {field: _column(where, row, field, columns.get(field)) for field in COLUMNS}
+    used = {"response", *EXTRA, *column.values()}
+    question, asked, response = _question(where, row, column["question"])
+    text = {field: _text(where, row, column[field]) for field in ("answer", "solution")}
     answer, solution = _answer_and_solution(text["answer"], text["solution"])
-    response = ""
-    if responses and columns.get("solution") is None:
-        response = _text(where, row, "response")
+    if columns.get("solution") is None:
+        response = _response(where, row) or response
     if response and not answer:
         read = (extract_answer(response, name) for name in ("xml", "boxed", "hash"))
         answer = next(filter(None, read), "")
     answer = _without_commas(answer.strip())
-    if not question or not (answer or response):
-        missing = "answer" if question else "question"
+    if not question.strip() or not (answer or (responses and response)):
+        missing = "answer" if question.strip() else "question"
         there = ", ".join(map(str, row))
         raise DataError(
             f"{where}: has no {missing} (columns: {there}); name it with a *_column setting or mend the row"
@@ -190,7 +188,54 @@ def _problem(where, row, columns, default_id, responses):
     extra = {field: _text(where, row, column) for column, field in EXTRA.items() if column in row}
     extra = {"id": default_id} | {field: value for field, value in extra.items() if value}
     more = {column: value for column, value in row.items() if column not in used}
-    return Problem(question, answer, _worked(solution, answer), response=response, more=more, **extra)
+    learnt = response if responses else ""
+    return Problem(question, answer, _worked(solution, answer), response=learnt, more=more, **asked, **extra)
+
+
+def _question(where, row, column):
+    """(the question, what else its Problem says of it, the response that ends its messages or "")."""
+    messages, response = _chat(where, row, column), ""
+    if not messages:
+        is_prompt = column == "prompt"
+        return _text(where, row, column, trim=not is_prompt), {"is_prompt": is_prompt}, ""
+    if column == "messages" and messages[-1]["role"] == "assistant":
+        response = messages.pop()["content"]
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if not asked:
+        raise DataError(f"{where}: column {column!r} holds no message of the user")
+    return asked[-1], {"messages": tuple(messages)}, response
+
+
+def _response(where, row):
+    """The response that a row holds, as text or as messages, spaces and all; "" where it holds none."""
+    for column in RESPONSE:
+        messages = _chat(where, row, column)
+        text = messages[-1]["content"] if messages else _text(where, row, column, trim=False)
+        if text.strip():
+            return text
+    return ""
+
+
+def _chat(where, row, column):
+    """The messages of a cell as roles and texts; none where it holds something else."""
+    value = row.get(column)
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return []
+    messages = []
+    for message in value:
+        role, content = message.get("role"), message.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        if not isinstance(role, str) or not all(_is_text_part(part) for part in parts):
+            keys = ", ".join(map(str, message))
+            remedy = f"a message must hold a role, and text as its content (it has: {keys})"
+            raise DataError(f"{where}: column {column!r}: {remedy}")
+        text = _whole_characters(where, column, completion_text([message]))
+        messages.append({"role": role, "content": text})
+    return messages
+
+
+def _is_text_part(part):
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _column(where, row, field, named):
@@ -201,15 +246,20 @@ def _column(where, row, field, named):
     return named or next((column for column in COLUMNS[field] if column in row), None)
 
 
-def _text(where, row, column):
-    """A cell as trimmed text; empty where there is none, or None or NaN in it."""
+def _text(where, row, column, trim=True):
+    """A cell as text; empty where there is none, or None or NaN in it."""
     value = row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text or a number")
-    text = str(value).strip()
-    if re.search("[\ud800-\udfff]", text):  # JSON can spell half a character, which no tokenizer takes
+    text = str(value).strip() if trim else str(value)
+    return _whole_characters(where, column, text)
+
+
+def _whole_characters(where, column, text):
+    """The text; JSON can spell half a character, which no tokenizer takes and which is refused."""
+    if re.search("[\ud800-\udfff]", text):
         raise DataError(f"{where}: column {column!r} holds half of a surrogate pair, which is not text")
     return text
 

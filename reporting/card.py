@@ -32,9 +32,7 @@ from transformers import pipeline
 
 system = {system_prompt!r}
 ask = pipeline("text-generation", "{name}")
-chat = [{{"role": "system", "content": system}}, \
-{{"role": "user", "content": "A pen costs 3 dollars. How much do 14 pens cost?"}}]
-print(ask(chat, max_new_tokens={max_completion_length}, do_sample=False)[0]["generated_text"][-1]["content"])
+{use}
 ```
 
 ## Recipe
@@ -47,6 +45,15 @@ Versions: {versions}; commit `{commit}`.
 """
 
 
+ASKED = "A pen costs 3 dollars. How much do 14 pens cost?"
+USES = {
+    "chat": """chat = [{{"role": "system", "content": system}}, {{"role": "user", "content": "{asked}"}}]
+print(ask(chat, max_new_tokens={limit}, do_sample=False)[0]["generated_text"][-1]["content"])""",
+    "raw": """prompt = system.replace("{{question}}", "{asked}")  # raw text, no chat template
+print(ask(prompt, max_new_tokens={limit}, do_sample=False)[0]["generated_text"])""",
+}
+
+
 def model_card(settings, folder, system_prompt, dataset, recipe):
     """The card as text: what was trained on what and how, the held-out accuracy, how to load the model.
 
@@ -54,6 +61,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
     path; recipe: the names of the settings to list.
     """
     lines = read_metrics(folder)
+    use = USES[settings.get("prompt_format", "chat")]
     name = settings.get("hub_model_id") or Path(folder).resolve().name
     header = ModelCardData(
         base_model=settings["model"] if _is_hub_address(settings["model"]) else None,
@@ -75,7 +83,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         answer_format=settings["answer_format"],
         system_prompt=system_prompt,
         name=name,
-        max_completion_length=settings["max_completion_length"],
+        use=use.format(asked=ASKED, limit=settings["max_completion_length"]),
         recipe=_recipe_rows(settings, recipe),
         versions=", ".join(f"{package} {version}" for package, version in settings["versions"].items()),
         commit=settings["commit"],

@@ -31,9 +31,14 @@ def write_evaluation(folder, report, records):
     for name, rows in records.items():
         write_records(folder / f"{name}.jsonl", rows)
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
-    for path in folder.glob("answers*-*.jsonl"):  # all of them are in samples.jsonl now
-        path.unlink()
+    forget_answers(folder)
     or_warn(draw_evaluation, report, records["samples"], folder)
+
+
+def forget_answers(folder):
+    """Delete the kept answers of an evaluation: all of them are in samples.jsonl now."""
+    for path in folder.glob("answers*-*.jsonl"):
+        path.unlink(missing_ok=True)  # another machine may share the disk
 
 
 def question_scores(records):

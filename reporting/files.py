@@ -11,6 +11,32 @@ from errors import SettingError, one_line
 
 FINISHED = "finished.json"
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
+WEIGHT_FILES = (  # that transformers and peft would load from a folder
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model-*-of-*.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+MODEL_FILES = (
+    *WEIGHT_FILES,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 class _StrictLoader(yaml.SafeLoader):

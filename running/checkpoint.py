@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from errors import RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
-from learning.parallel import first_over_processes, max_over_processes, whole
+from learning.parallel import first_over_processes, together, whole
 from reporting.files import FINISHED, LOGS
+from running.contract import differences, finished_steps, lengthens, noted, refusal, shown
 from running.folder import save_model
-from running.settings import free_on_resume, names_with, resolved
+from running.launching import folder_of_first
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
 STATE, TENSORS = "training_state.json", "training_state.safetensors"
@@ -32,23 +33,19 @@ STATE, TENSORS = "training_state.json", "training_state.safetensors"
 class Checkpoints:
     """Saves and restores what a step depends on: weights, moments, schedule, reference, progress, logs."""
 
-    def __init__(self, run, problems):
+    def __init__(self, run, inputs):
         self.run, self.learner, self.config, self.folder = run, run.learner, run.config, run.folder
-        self.is_main = run.accelerator.is_main_process
-        self.data = data_fingerprint(problems)
-        if self.is_main:
-            for name in (TEMPORARY, OLD):  # a crash can leave them behind
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        self.is_main, self.inputs = run.accelerator.is_main_process, inputs
         if self.config.save_every:
             self._refuse_little_disk()
 
     def _refuse_little_disk(self):
         """Before the first step: room for one checkpoint more than there are."""
         needed = checkpoint_bytes(self.learner.policy, self.learner.reference, self.config.moment_bytes)
-        free = shutil.disk_usage(self.folder).free
-        if max_over_processes(needed > free):
-            sizes = f"a checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
-            raise SettingError("save_every", self.config.save_every, sizes)
+        with together():
+            if self.is_main and needed > (free := shutil.disk_usage(self.folder).free):
+                sizes = f"{needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+                raise SettingError("save_every", self.config.save_every, f"a checkpoint needs {sizes}")
 
     def save(self):
         """Write checkpoint-<step>, then delete those not to keep. Every process must call it."""
@@ -112,28 +109,40 @@ class Checkpoints:
             "budget": self.learner.budget.state(),
             "optimizer": numbers,
             "schedule": {name: value for name, value in schedule.items() if name != "lr_lambdas"},
-            "data": self.data,
-            "world_size": self.run.accelerator.num_processes,
-            "settings": resolved(self.config),
+            **noted(self.config, self.inputs),
             "logs": {name: (self.folder / name).stat().st_size for name in LOGS},
         }
 
     def resume(self):
-        """Restore the newest whole checkpoint; returns its state, or None where the run has none yet."""
+        """Restore the newest whole checkpoint; returns its state, or None where the run has none yet.
+
+        No file is changed: `begin` does that, when everything has been checked.
+        """
         path, finished = self.newest(), self.folder / FINISHED
         if path is not None:
-            state = self.restore(path)
-            self.learner.budget.restore(state.get("budget"))
+            with folder_of_first(path, self.folder) as copy:
+                state = self.restore(Path(copy))
             self.run.say(f"going on from {path}, after step {_step_of(path)}")
             return state
-        if (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
-            what = "has no checkpoint that is whole"
-            if finished.exists():
-                what = f"finished {finished_steps(finished)} steps and left no checkpoint"
-            remedy = "there is nothing to go on from; begin anew with --overwrite_output_dir true"
-            raise SettingError("resume", str(self.folder), f"{what}: {remedy}")
+        with together():
+            if (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
+                self._refuse_to_begin(finished)
         self.run.say(f"no checkpoint in {self.folder}: starting from the beginning")
         return None
+
+    def _refuse_to_begin(self, finished):
+        """The folder holds a run, and nothing to go on from where the first process looks."""
+        what = "has no checkpoint that is whole"
+        if finished.exists():
+            what = f"finished {finished_steps(finished)} steps and left no checkpoint"
+        remedy = (
+            "there is nothing to go on from; begin anew with --overwrite_output_dir true, "
+            "and with --save_every N, which keeps the last step too"
+        )
+        if not self.is_main:
+            what = "holds a run, and the first node has none"
+            remedy = "start this node as the first (--node_rank 0), or move the folder away"
+        raise SettingError("resume", str(self.folder), f"{what}: {remedy}")
 
     def newest(self):
         """The newest whole checkpoint, or None; damaged ones are named. The same on all processes."""
@@ -148,9 +157,10 @@ class Checkpoints:
         return None if chosen is None else self.folder / chosen
 
     def restore(self, path):
-        """Load a checkpoint into the learner and cut the logs back to it; returns its state."""
+        """Load a checkpoint into the learner; returns its state."""
         state = json.loads((path / STATE).read_text())
-        self._refuse_other(path, state)
+        with together():
+            self._refuse_other(path, state)
         tensors = load_file(path / TENSORS)
         weights = _with_prefix("policy.", tensors)
         if not self.config.lora_r:
@@ -161,21 +171,27 @@ class Checkpoints:
             self._copy(self.learner.reference, _with_prefix("reference.", tensors), path)
         load_optimizer(self.learner.optimizer, state["optimizer"], _with_prefix("optimizer.", tensors))
         load_schedule(self.learner.schedule, self.learner.optimizer, state["schedule"])
-        if self.is_main:
-            self._cut_logs(state["logs"], path)
-        self.run.accelerator.wait_for_everyone()
+        self.learner.budget.restore(state.get("budget"))
+        with together():
+            if self.is_main:
+                self._check_logs(state["logs"], path)
         return state
 
-    def _cut_logs(self, sizes, path):
-        """What the logs hold of steps after the checkpoint goes."""
-        for name in LOGS:
+    def _check_logs(self, sizes, path):
+        for name, size in sizes.items():
             file = self.folder / name
-            if name not in sizes:  # the version that wrote the checkpoint did not have this log
-                file.touch()
-            if not file.exists() or file.stat().st_size < sizes.get(name, 0):
+            if not file.exists() or file.stat().st_size < size:
                 what = f"{file} is shorter than when {path.name} was written"
                 raise RunError(f"{what}: it is not this run's any more")
-            os.truncate(file, sizes.get(name, 0))
+
+    def begin(self, state):
+        """What a crash left behind goes, and what the logs hold of steps after the checkpoint."""
+        for name in (TEMPORARY, OLD):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in LOGS if state is not None else ():
+            file = self.folder / name
+            file.touch()  # the version that wrote the checkpoint may not have had this log
+            os.truncate(file, state["logs"].get(name, 0))
 
     @torch.no_grad()
     def _copy(self, model, values, path):
@@ -187,28 +203,26 @@ class Checkpoints:
             parameter.copy_(_as_sharded(values[name], parameter))
 
     def _refuse_other(self, path, state):
-        """Refuse to go on from a checkpoint of other settings, data or number of processes."""
-        now, then = json.loads(json.dumps(resolved(self.config))), state["settings"]
-        compared = {*now, *then} - free_on_resume(type(self.config))
-        differ = {
-            name: (then.get(name), now.get(name)) for name in compared if then.get(name) != now.get(name)
-        }
-        if state["data"] != self.data:
-            differ["data"] = state["data"][:12], self.data[:12]
-        if state["world_size"] != self.run.accelerator.num_processes:
-            differ["world_size"] = state["world_size"], self.run.accelerator.num_processes
-        never = names_with(type(self.config), "resume", "never")
-        hard = {name: pair for name, pair in differ.items() if name in never}
-        if "beta" in differ and not then["beta"]:  # beta 0 kept no reference
-            hard["beta"] = differ["beta"]
-        if not differ or (self.config.resume_anyway and not hard):
-            return
-        pairs = sorted((hard or differ).items())
-        shown = ", ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in pairs)
-        remedy = "say --resume_anyway true to go on with the new values"
-        if hard:
-            remedy = "what is saved would not fit"
-        raise SettingError("resume", str(path), f"was written by another run: {shown}; {remedy}")
+        """Refuse to go on from a checkpoint of another run; a finished run may get longer."""
+        problem = None
+        if self.is_main:
+            differ = differences(self.config, state, self.inputs)
+            if "held_out" not in state:
+                what = "held-out problems, rewards and the model's files are not compared"
+                self.run.say(f"{path} is of an earlier version: {what}")
+            is_last = finished_steps(self.folder / FINISHED) == _step_of(path)
+            if not (is_last and lengthens(self.config, differ)):
+                problem = refusal(self.config, state, differ)
+            elif not self.config.resume_anyway:
+                self.run.say(f"going on longer than the run was to be: {shown(differ)}; {self._of_rates()}")
+        if problem := first_over_processes(problem):
+            raise SettingError("resume", str(path), problem)
+
+    def _of_rates(self):
+        """What becomes of the schedule of a run that is made longer."""
+        if self.config.lr_scheduler_type == "constant" and not self.config.warmup_ratio:
+            return "the rate stays constant, so that it equals a run of that length from the start"
+        return "the rates are from here those of the longer run"
 
 
 def _on_cpu(prefix, named):
@@ -290,15 +304,6 @@ def _nested(flat):
     return values
 
 
-def data_fingerprint(problems):
-    """sha256 over the problems and their prompts, in their order."""
-    digest = hashlib.sha256()
-    for p in problems:
-        texts = [p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]
-        digest.update(json.dumps(texts).encode())
-    return digest.hexdigest()
-
-
 def checkpoints(output_dir):
     """The checkpoint folders of a run, newest first."""
     folders = Path(output_dir).glob("checkpoint-*")
@@ -308,17 +313,6 @@ def checkpoints(output_dir):
 
 def _step_of(path):
     return int(path.name.removeprefix("checkpoint-"))
-
-
-def finished_steps(path):
-    """The steps that a finished run noted; 0 where there is no note."""
-    if not path.exists():
-        return 0
-    try:
-        return int(json.loads(path.read_text())["step"])
-    except (ValueError, TypeError, KeyError) as error:
-        remedy = "delete it and the run goes on from its newest checkpoint"
-        raise RunError(f"{path} is damaged: {remedy}") from error
 
 
 def seal(folder):

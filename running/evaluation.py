@@ -19,7 +19,7 @@ def held_out_accuracy(run, decoder, problems):
     config, local = run.config, problems[shard(len(problems), run.accelerator)]
     prompts, greedy = [p.ids for p in local], Sampling(config.max_completion_length)
     answers = run.interruptible(decoder, lambda: decoder.complete(prompts, greedy))
-    completions = [completion for [completion] in answers]
+    completions = [p.answered(completion) for p, [completion] in zip(local, answers, strict=True)]
     right = right_answers(
         [c.text for c in completions], [p.problem.answer for p in local], config.answer_format, config.grading
     )

@@ -13,12 +13,17 @@ from safetensors.torch import save_file
 
 from errors import RunError, SettingError
 from learning.models import merged_state
-from learning.parallel import first_over_processes
-from problems.prompts import system_prompt
+from learning.parallel import first_over_processes, together
+from problems.prompts import Prompting
 from problems.sources import HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, read_run_config, write_whole
+from running.contract import noted
 from running.settings import names_with, resolved
+
+# What a run leaves beside its logs and its model
+DRAWN = ("curves.svg", "curves.png", "report.html")
+FOLDERS = ("best", "adapter", "trackers", "wandb", ".saving")
 
 
 def refuse_used(config):
@@ -26,6 +31,8 @@ def refuse_used(config):
     remedy = _why_not(config, Path(config.output_dir))
     if remedy:
         raise SettingError("output_dir", config.output_dir[:100], remedy)
+    if config.overwrite_output_dir:
+        _refuse_to_clear_inputs(config)
 
 
 def _why_not(config, folder):
@@ -61,7 +68,7 @@ def lock_folder(config, accelerator):
     if accelerator.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / ".lock", "w")
+            lock = open(folder / ".lock", "a")
         except OSError as error:
             problem = f"cannot be written to ({error.strerror})"
         else:
@@ -84,19 +91,63 @@ def _lock(file, folder):
     return None
 
 
-def start_logs(run, anew):
-    """Write every setting into the folder; a run that begins `anew` leaves nothing of an earlier one."""
-    config, folder = run.config, run.folder
+def start_logs(run, state):
+    """Write every setting into the folder; a run without a state begins anew, with nothing of an earlier one.
+
+    A warm start that begins clears the folder of its run too, which is overwritten only after it.
+    """
+    config, folder, outer = run.config, run.folder, run.outer
     if run.accelerator.is_main_process:
-        if anew:
-            (folder / FINISHED).unlink(missing_ok=True)
+        run.checkpoints.begin(state)
+        if state is None:
+            clear(config)
+            if outer is not None and outer.config.overwrite_output_dir and not outer.config.resume:
+                clear(outer.config)
             for name in LOGS:
                 (folder / name).write_text("")
-        if anew and config.overwrite_output_dir and not config.resume:
-            for path in folder.glob("checkpoint-*"):
-                shutil.rmtree(path, ignore_errors=True)
         write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
     run.accelerator.wait_for_everyone()
+
+
+def clear(config):
+    """Delete what an earlier run left in output_dir; files of other names stay."""
+    for path in _left_behind(config):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _left_behind(config):
+    """The files and folders of an earlier run in output_dir, but for the run_config.yaml that shows it."""
+    folder = Path(config.output_dir)
+    if not (folder / "run_config.yaml").exists():
+        return []
+    names = (*MODEL_FILES, *LOGS, FINISHED, "README.md", *DRAWN, *FOLDERS, "warm_start.json", ".checkpoint.*")
+    found = [path for name in names for path in folder.glob(name)]
+    numbered = folder.glob("checkpoint-*")
+    found += [path for path in numbered if path.name.removeprefix("checkpoint-").isdigit()]
+    warm_start = folder / "warm_start"
+    was_warm = read_run_config(folder).get("warm_start", "none") != "none"
+    if config.overwrite_output_dir and was_warm and getattr(config, "warm_start", "none") == "none":
+        found += [warm_start] if warm_start.exists() else []
+    return found
+
+
+def _refuse_to_clear_inputs(config):
+    """Refuse to overwrite a folder whose earlier run holds what this one reads."""
+    left = [path.resolve() for path in _left_behind(config)]
+    rewards = [spec.rpartition(":")[0] for spec in getattr(config, "reward", None) or ()]
+    read = [("model", config.model), ("dataset", config.dataset), *(("reward", path) for path in rewards)]
+    read += [(name, getattr(config, name, None)) for name in ("system_prompt_file", "warm_start")]
+    for name, value in read:
+        path = Path(value or "none").resolve()
+        weights = (path / "config.json") if name == "model" else path
+        if any(lost in (path, weights, *path.parents) for lost in left):
+            remedy = (
+                f"is of the run in {config.output_dir} that would be overwritten: choose another output_dir"
+            )
+            raise SettingError(name, value, remedy)
 
 
 def save_best(run):
@@ -111,8 +162,9 @@ def _save_policy(run, folder):
     """In the dtype that the model came in."""
     policy = run.learner.policy
     state = merged_state(policy, policy.source_dtype, keep=run.accelerator.is_main_process)
-    if run.accelerator.is_main_process:
-        save_model(policy, run.learner.tokenizer, folder, policy.source_dtype, state)
+    with together():
+        if run.accelerator.is_main_process:
+            save_model(policy, run.learner.tokenizer, folder, policy.source_dtype, state)
 
 
 def finish(run):
@@ -123,22 +175,36 @@ def finish(run):
     """
     config, folder = run.config, run.folder
     _save_policy(run, folder)
+    note = {"step": run.progress.step}
     if run.accelerator.is_main_process:
+        note |= noted(config, run.inputs)
         if config.save_adapter:
             save_adapter(run.learner.policy, folder / "adapter")
         write_whole(folder / "README.md", _card(config, folder))
-        write_whole(folder / FINISHED, json.dumps({"step": run.progress.step}) + "\n")
+        write_whole(folder / FINISHED, json.dumps(note) + "\n")
         (folder / ".lock").unlink(missing_ok=True)
         run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
     run.accelerator.wait_for_everyone()
-    if config.push_to_hub and run.accelerator.is_main_process:
+    if config.push_to_hub:
+        upload(run, note)
+
+
+def upload(run, note):
+    """Upload the finished model, and note that this was done: what fails is made up on the next start."""
+    config, folder = run.config, run.folder
+    if run.accelerator.is_main_process:
+        write_whole(folder / "README.md", _card(config, folder))
         run.say(f"uploaded to {push(folder, config.hub_model_id, config.hub_private)}")
+        write_whole(folder / FINISHED, json.dumps(note | {"uploaded": config.hub_model_id}) + "\n")
 
 
 def _card(config, folder):
     address = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
     recipe = names_with(type(config), "in_card")
-    return model_card(resolved(config), folder, system_prompt(config), address, recipe)
+    prompting = Prompting.of(config)
+    is_raw = prompting.prompt_format == "raw"
+    asks_with = prompting.raw_template if is_raw else prompting.system_prompt
+    return model_card(resolved(config), folder, asks_with, address, recipe)
 
 
 def save_adapter(model, folder):
@@ -182,6 +248,13 @@ def save_model(model, tokenizer, folder, dtype, state=None):
         if name in owner:
             owner[name] = value
     write_whole(temporary / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    # What another save left would be loaded in place of this one: a single file before shards, an adapter.
+    new = {file.name for file in temporary.iterdir()}
+    stale = [path for name in MODEL_FILES for path in folder.glob(name) if path.name not in new]
+    if stale:
+        (folder / "config.json").unlink(missing_ok=True)
+    for path in stale:
+        path.unlink(missing_ok=True)
     # config.json last: without it the folder is no model
     for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):
         os.replace(file, folder / file.name)

@@ -3,27 +3,38 @@
 Under torchrun, accelerate launch or a cluster's launcher (they set RANK) nothing is started here.
 """
 
+import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
 import uuid
 import warnings
+from argparse import ArgumentParser
+from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, broadcast, broadcast_object_list, gather_object
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from errors import SettingError
+from errors import RunError, SettingError
+from learning.models import fingerprint
+from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
+from reporting.files import FINISHED, LOGS
+from running.parsing import parse_config
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torch hands on all but SIGUSR1 by default
 SECONDS_TO_END = 3600  # a process that was told to end may be saving; torch's default is 30
 PARENT = "GRPO_PARENT"  # names the process that started this one
+BYTES_AT_ONCE = 2**26  # of a file that is sent to other machines
 
 
 def starts_processes(config):
@@ -75,8 +86,138 @@ def launch(processes):
 
 def end_with_parent():
     """Let Linux kill this process when the one that started it is gone, however that went."""
-    if os.environ.get(PARENT) == str(os.getppid()) and sys.platform == "linux":
+    is_child = (
+        os.environ.get(PARENT) == str(os.getppid()) or "TORCHELASTIC_RUN_ID" in os.environ
+    )  # torchrun's
+    if is_child and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+def parse_on_all(config_class, description):
+    """As `parse_config`. Of several processes the first reads the settings, and all of them get what it read.
+
+    One that was given another command, or finds another file under a name in it, is refused on all of them.
+    """
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return parse_config(config_class, description=description)
+    end_with_parent()
+    is_main, config = PartialState(cpu=not torch.cuda.is_available()).is_main_process, None
+    with together():
+        if is_main:
+            config = parse_config(config_class, description=description)
+    [config] = broadcast_object_list([config])
+    command = re.sub("--output[-_]dir[= ][^ ]*", "", " ".join(sys.argv[1:]))  # the first process's counts
+    refuse_unlike({("command line", "of the script"): command})
+    refuse_unlike(named_files(config))
+    with together():
+        dataclasses.replace(config)  # checks it again: each machine needs the packages and rewards
+    return config
+
+
+def named_files(config):
+    """{(setting, path): sha256} of the files that the settings name, those of a model left out."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    named = [("config", parser.parse_known_args()[0].config)]
+    named += [
+        (name, getattr(config, name, None)) for name in ("warm_start", "system_prompt_file", "questions")
+    ]
+    named += [("reward", spec.rpartition(":")[0]) for spec in getattr(config, "reward", None) or ()]
+    data = Path(config.dataset)
+    named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
+    return {(name, str(path)): _sha256(path) for name, path in named if path and Path(path).is_file()}
+
+
+def _sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_other_start(config, problems, model):
+    """Refuse where a process starts from other problems or weights: another revision of the hub, say."""
+    if PartialState().num_processes > 1:
+        texts = [repr((vars(p.problem), p.ids)) for p in problems]
+        digest = hashlib.sha256("".join(texts).encode()).hexdigest()
+        refuse_unlike({("dataset", config.dataset): digest, ("model", config.model): fingerprint(model)})
+
+
+def model_files(folder):
+    """{name: (bytes, sha256)} of a model's or a checkpoint's files, without what else a run leaves there."""
+    files = {}
+    for path in sorted(Path(folder).rglob("*")):
+        top = path.relative_to(folder).parts[0]
+        is_other = top in (*LOGS, FINISHED, "warm_start", "best", "adapter", "trackers") or top[0] == "."
+        is_other = (
+            is_other or top.startswith("checkpoint-") or path.suffix in (".html", ".svg", ".png", ".md")
+        )
+        if path.is_file() and not is_other:
+            files[str(path.relative_to(folder))] = path.stat().st_size, _sha256(path)
+    return files
+
+
+@contextlib.contextmanager
+def folder_of_first(folder, spare, setting=None):
+    """The path at which this process finds a folder as the first process has it; every process must call it.
+
+    It is the folder itself on a machine that has the same, else a copy inside `spare`, which goes at the end.
+    setting: its name where a user gave the folder; then another folder of that name is refused.
+    """
+    state, files = PartialState(), {}
+    with together():
+        if state.num_processes > 1 and is_first_of_node():
+            files = model_files(folder)
+    [files_of_first] = broadcast_object_list([files])
+    is_lacking = is_first_of_node() and files != files_of_first
+    if setting and files_of_first:
+        found = files if files and is_first_of_node() else files_of_first
+        refuse_unlike({(setting, str(Path(folder) / name)): found[name] for name in found})
+    if not files_of_first or not any(gather_object([is_lacking])):
+        yield str(folder)
+        return
+    copies = Path(spare) / f".sent-{state.process_index}"
+    copy = copies / Path(folder).name if is_lacking else None
+    try:
+        _send(Path(folder), files_of_first, copy)
+        yield of_first_of_node(str(copy or folder))
+    finally:
+        if copy:
+            shutil.rmtree(copies, ignore_errors=True)
+            with contextlib.suppress(OSError):  # where something else is in it
+                Path(spare).rmdir()
+
+
+def _send(folder, files, copy):
+    """Send the first process's files to all processes; one that wants a `copy` of them writes it."""
+    state, problem = PartialState(), None
+    if copy:
+        shutil.rmtree(copy.parent, ignore_errors=True)  # a kill may have left one
+    for name, (size, _) in files.items():
+        problem = problem or _append(copy, name, b"")
+        for start in range(0, size, BYTES_AT_ONCE):
+            part = torch.empty(min(BYTES_AT_ONCE, size - start), dtype=torch.uint8, device=state.device)
+            if state.is_main_process:
+                with open(folder / name, "rb") as file:
+                    file.seek(start)
+                    part.copy_(torch.frombuffer(bytearray(file.read(len(part))), dtype=torch.uint8))
+            broadcast(part)
+            problem = problem or _append(copy, name, part.cpu().numpy())
+    with together():
+        if problem:
+            needed = sum(size for size, _ in files.values())
+            raise RunError(
+                f"{copy}: {problem.strerror}; {needed / 1e9:.2f} GB of the first node are copied there"
+            )
+
+
+def _append(copy, name, data):
+    """Write on at a file of a copy, where there is one; returns the error of a disk that does not take it."""
+    try:
+        if copy:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            with open(copy / name, "ab") as file:
+                file.write(data)
+    except OSError as error:
+        return error
 
 
 def start_processes(config):

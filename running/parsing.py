@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from errors import DataError, RewardError, RunError, SettingError, one_line
+from errors import DataError, RewardError, RunError, SettingError, SharedError, one_line
 from reporting.files import read_yaml
 
 ALIASES = {"model_name_or_path": "model", "save_steps": "save_every", "dataset_name": "dataset"}
@@ -193,6 +193,8 @@ def run_main(main):
             torch.distributed.destroy_process_group()  # its threads can abort a process that exits with them
     except (SettingError, DataError, RunError, RewardError) as error:
         _exit(error, error.status)
+    except SharedError as error:
+        _exit_together(error)
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -220,6 +222,15 @@ def _explain_torch_error(error):
         print(f"process {os.environ.get('RANK', 0)}: {lost}", file=sys.stderr, flush=True)
         time.sleep(5)  # so that the launcher sees the status of the process that failed first
         sys.exit(1)
+
+
+def _exit_together(error):
+    """The line that all processes end with, once on each machine."""
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        time.sleep(1)  # so that the launcher does not stop the one that prints it
+        sys.exit(error.status)
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.status)
 
 
 def _exit(error, status):

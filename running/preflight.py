@@ -18,10 +18,11 @@ from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling, rollout_uniforms
+from decoding.tokens import end_answers_on
 from errors import SettingError
 from learning.memory import checkpoint_bytes
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
-from problems.prompts import prepare_problems, system_prompt
+from problems.prompts import Prompting, prepare_problems
 from rewards import compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do
@@ -41,15 +42,16 @@ def report(config, functions):
     model = load_model(start, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
     check_positions(model, problems + held_out, config)
+    end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
     answer_format = ANSWER_FORMATS[config.answer_format]
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, compiled=False)
     decoder.choose_path()
     _print_sampling(model, decoder, config)
-    _print_prompt(problems[0].prompt, config, answer_format)
+    _print_prompt(problems, tokenizer, config)
     _print_work(problems, held_out, skipped, config)
     _print_memory(model, config)
     _print_checkpoints(model, config)
-    _print_gold(problems[:GOLD_ANSWERS], functions, config, answer_format)
+    _print_gold(problems[:GOLD_ANSWERS], functions, config, decoder)
     if warm_start_is_pending:
         _print("pass rate", "a warm start comes first: check again after it, on output_dir/warm_start")
     else:
@@ -85,15 +87,12 @@ def _print_sampling(model, decoder, config):
     _print("a completion ends on", f"{eos} or after {config.max_completion_length} tokens")
 
 
-def _print_prompt(prompt, config, answer_format):
-    agrees = "the system prompt is in it"
-    if system_prompt(config).strip().splitlines()[0] not in prompt:
-        agrees = "the chat template leaves the system prompt out: the model must know the format already"
-    opened = ""
-    if prompt.rstrip().endswith("<think>") and config.answer_format != "r1":
-        opened = " it ends inside a <think> block, which the answer format does not expect;"
-    ends = f"thinking ends at {answer_format.think_end!r}"
-    _print("prompt", f"{agrees};{opened} {ends}; the first prompt:\n{prompt}")
+def _print_prompt(problems, tokenizer, config):
+    remarks = Prompting.of(config).remarks(tokenizer, problems) or ["the system prompt is in it"]
+    if problems[0].opening:
+        remarks.append(f"it opens the answer with {problems[0].opening!r}, which counts as the answer's")
+    remarks.append(f"thinking ends at {ANSWER_FORMATS[config.answer_format].think_end!r}")
+    _print("prompt", f"{'; '.join(remarks)}; the first prompt:\n{problems[0].prompt}")
 
 
 def _print_work(problems, held_out, skipped, config):
@@ -107,7 +106,9 @@ def _print_work(problems, held_out, skipped, config):
     _print("a step", f"{sampled}, {config.mu} optimiser step(s)")
     total = steps_to_do(config, len(problems)) * config.outer_iterations
     passes = total * B / len(problems)
-    _print("the run", f"{total} steps = {total * B * G:,} completions, {passes:.2f} passes over the problems")
+    still = "" if config.learning_rate else "; every learning rate is 0, and no weight will change"
+    sampled = f"{total} steps = {total * B * G:,} completions"
+    _print("the run", f"{sampled}, {passes:.2f} passes over the problems{still}")
 
 
 def _print_memory(model, config):
@@ -174,11 +175,20 @@ def _bytes_a_second(folder, size):
         trial.unlink(missing_ok=True)
 
 
-def _print_gold(problems, functions, config, answer_format):
-    """What reference answers, written in the format, earn: all the same, and more than near misses do."""
+def _print_gold(problems, functions, config, decoder):
+    """What reference answers, written in the format, earn: all the same, and more than near misses do.
+
+    They are what the tokenizer gives back of them, as a model that writes them would be read.
+    """
+    answer_format = ANSWER_FORMATS[config.answer_format]
+
+    def as_read(text, p):
+        ids = decoder.tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)
+        return p.opening + decoder.text(ids["input_ids"], ended=False)
+
     write = lambda answer: answer_format.write("So it is.", answer)  # noqa: E731
     golds = [p.problem.answer for p in problems]
-    texts = [write(gold) for gold in golds]
+    texts = [as_read(write(p.problem.answer), p) for p in problems]
     totals = _rewards(functions, problems, texts, config)
     best = max(total for total in totals if not math.isnan(total))  # NaN: every reward abstained
     paid = list(zip(problems, totals, strict=True))
@@ -199,9 +209,8 @@ def _print_gold(problems, functions, config, answer_format):
         "without its format": gold,
         "nothing": "",
     }
-    near = dict(
-        zip(near, _rewards(functions, [scored] * len(near), list(near.values()), config), strict=True)
-    )
+    near_texts = [as_read(text, scored) for text in near.values()]
+    near = dict(zip(near, _rewards(functions, [scored] * len(near), near_texts, config), strict=True))
     _print(f"near misses of {gold!r}", ", ".join(f"{name} {total:.3g}" for name, total in near.items()))
     if not any(right) or best <= near["nothing"]:
         wrong = "no reference answer of this data is right in this format"
@@ -223,7 +232,9 @@ def _print_pass_rate(decoder, problems, config):
     uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T)
     rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
     seconds = time.perf_counter() - started
-    texts = [completion.text for completion in decoder.completions(rollout)]
+    rows = [p for p in problems for _ in range(G)]
+    pairs = zip(rows, decoder.completions(rollout), strict=True)
+    texts = [p.answered(completion).text for p, completion in pairs]
     answers = [p.problem.answer for p in problems for _ in range(G)]
     right = right_answers(texts, answers, config.answer_format, config.grading)
     rates = [statistics.fmean(right[i : i + G]) for i in range(0, len(right), G)]

@@ -3,18 +3,20 @@
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from errors import Interrupted, RunError, Stopped
+from errors import Interrupted, RunError, SettingError, Stopped
 from learning.learner import NOT_FINITE
-from learning.parallel import max_over_processes, shard
-from reporting.files import FINISHED
-from running.checkpoint import Checkpoints, finished_steps
-from running.folder import finish, lock_folder, refuse_used, save_best, start_logs
-from running.launching import start_processes
+from learning.parallel import first_over_processes, max_over_processes, shard, together
+from reporting.files import FINISHED, read_run_config
+from running.checkpoint import Checkpoints, checkpoints
+from running.contract import differences, finished_note, lengthens, refusal, shown
+from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
+from running.launching import folder_of_first, start_processes
 from running.log import MetricsLog
 from running.progress import Progress
 from running.stop import Stop
@@ -29,14 +31,18 @@ class Run:
 
     def __init__(self, config, shown, outer=None):
         self.config, self.shown, self.outer = config, shown, outer
-        self.progress, self.saved_step, self.is_finished = Progress(), 0, False
+        self.progress, self.saved_step = Progress(), 0
+        self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.copies = ExitStack()  # of what only the first of several machines has
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # this step's included; those of progress are without
 
     def __enter__(self):
         self.accelerator = start_processes(self.config)
-        refuse_used(self.config)
+        with together():
+            if self.accelerator.is_main_process:
+                refuse_used(self.config)
         self.stop = self.outer.stop if self.outer else Stop(self.config.stop_after)
         return self
 
@@ -45,31 +51,80 @@ class Run:
             if kind is Stopped:
                 self.save_and_leave()
         finally:
+            self.copies.close()
             if self.outer is None:
                 self.stop.restore()
             if self.lock is not None:
+                if not (self.has_begun or self.had_lock):
+                    (self.folder / ".lock").unlink(missing_ok=True)
                 self.lock.close()
 
-    def open(self, learner, problems, evaluate, steps, total):
-        """Lock the folder, then go on from its newest checkpoint or begin.
+    def open(self, learner, inputs, evaluate, steps, total):
+        """Lock the folder, check everything, then go on from its newest checkpoint or begin.
 
-        evaluate(): metrics on the held-out problems. steps: length of an outer iteration, of `total` steps in
-        all.
+        inputs: what `inputs_of` gives. evaluate(): metrics on the held-out problems. steps: length of an
+        outer iteration, of `total` steps in all. A run that is refused here has changed no file.
         """
         self.learner, self.evaluate, self.steps_per_iteration, self.total = learner, evaluate, steps, total
+        self.inputs, self.had_lock = inputs, (Path(self.config.output_dir) / ".lock").exists()
         self.folder, self.lock = lock_folder(self.config, self.accelerator)
-        self.checkpoints = Checkpoints(self, problems)
-        finished = finished_steps(self.folder / FINISHED) if self.config.resume else 0
-        if finished >= total:
+        self.checkpoints = Checkpoints(self, inputs)
+        note = None
+        with together():
+            if self.config.resume and self.accelerator.is_main_process:
+                note = finished_note(self.folder / FINISHED)
+        note = first_over_processes(note)
+        if note is not None and self._is_done(note):
             self.is_finished = True
-            self.say(f"nothing is left to do: {self.folder} finished its {finished} steps")
+            self.say(f"nothing is left to do: {self.folder} finished its {note['step']} steps")
+            if self.config.push_to_hub and note.get("uploaded") != self.config.hub_model_id:
+                upload(self, note)
             return
         state = self.checkpoints.resume() if self.config.resume else None
         if state is not None:
             self.progress = Progress.from_state(state)
         self.saved_step = self.progress.step
-        start_logs(self, anew=state is None)
+        self.has_begun = True
+        start_logs(self, state)
+        if not self.config.learning_rate:
+            self.say("WARNING: learning_rate=0.0: every rate of this run is 0, and no weight will change")
         self.log = MetricsLog(self)
+
+    def _is_done(self, note):
+        """Whether a finished run has nothing left to do; refused where it was another run.
+
+        One that is asked for more goes on from the checkpoint of its last step, or is refused without one.
+        """
+        config, problem, goes_on = self.config, None, None
+        if self.accelerator.is_main_process:
+            then = note if "settings" in note else {"settings": read_run_config(self.folder)}
+            differ = differences(config, then, self.inputs)
+            asks_for_time = note["step"] < self.total and config.max_minutes != then["settings"].get(
+                "max_minutes"
+            )
+            has_adapter = not config.save_adapter or (self.folder / "adapter").exists()
+            goes_on = bool(differ) or asks_for_time or not has_adapter
+            if not (lengthens(config, differ) and self.total > note["step"]):
+                problem = refusal(config, then, differ)
+            if goes_on and not problem and differ and self.total <= note["step"]:
+                self.say(f"although this is not what the run was: {shown(differ)}")
+                goes_on = False
+            if goes_on and not problem and not self._has_checkpoint_since(note["step"]):
+                problem = (
+                    f"finished {note['step']} steps and left no checkpoint of the last one to go on from "
+                    "(--save_every N keeps it, beforehand): begin anew with --overwrite_output_dir true"
+                )
+        if problem := first_over_processes(problem):
+            raise SettingError("resume", str(self.folder), problem)
+        return not max_over_processes(bool(goes_on))
+
+    def _has_checkpoint_since(self, step):
+        existing = checkpoints(self.folder)
+        return bool(existing) and int(existing[0].name.removeprefix("checkpoint-")) >= step
+
+    def find_folder(self, folder, setting=None):
+        """Where this process finds a folder of the first process until the run ends; a hub id as it is."""
+        return self.copies.enter_context(folder_of_first(folder, Path(self.config.output_dir), setting))
 
     def steps(self, evaluate_first=True):
         """Yield the number of each step that is left; evaluate before the very first, save after the last."""
@@ -83,6 +138,8 @@ class Run:
             self.first_evaluation = self.evaluate()
             self.progress.best = self.first_evaluation["eval_accuracy"]
             length = self.first_evaluation["eval_length"]
+            if self.config.keep_best:  # the start is the best until something is better
+                save_best(self)
             self.say(f"before training: held-out accuracy {self.progress.best:.3f}, length {length:.0f}")
         self.is_last = self.progress.step >= self.total or self._is_out_of_patience()
         while not self.is_last:

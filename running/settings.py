@@ -14,7 +14,7 @@ from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
 from errors import SettingError
-from problems.prompts import Prompting
+from problems.prompts import Prompting, system_prompt_text
 from rewards import GRADINGS
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
@@ -78,6 +78,17 @@ class TrainConfig:
     system_prompt_file: str | None = setting(
         None, "a text file to use instead of the format's own system prompt", inherited=True
     )
+    system_prompt: str | None = setting(
+        None,
+        "the same as a text; that of system_prompt_file is kept here, with the run and its model",
+        inherited=True,
+    )
+    prompt_format: str = setting(
+        "chat",
+        "chat: the chat template makes the prompt; raw: the text of a `prompt` column as it stands, or the "
+        "system prompt with the question in the place of its {question}; r1 then asks as R1-Zero does",
+        inherited=True,
+    )
     chat_template_kwargs: str = setting(
         "{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}', inherited=True
     )
@@ -130,7 +141,9 @@ class TrainConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "constant", "learning rate after the warm-up", in_card=True
     )
-    warmup_ratio: float = setting(0.0, "share of the optimiser steps in which the learning rate rises from 0")
+    warmup_ratio: float = setting(
+        0.0, "share of the optimiser steps in which the learning rate rises: of n steps 1/n, 2/n, ..., 1"
+    )
     torch_compile: bool = setting(
         True,
         "on CUDA: compile the decoder's step and the update's layers (a minute once, then faster)",
@@ -160,7 +173,8 @@ class TrainConfig:
     )
     save_every: int = setting(
         0,
-        "a checkpoint every N steps and after each outer iteration; 0: only where a run is stopped",
+        "a checkpoint every N steps, after each outer iteration and the last step, from which a finished run "
+        "goes on with more num_steps; 0: only where a run is stopped",
         resume="free",
     )
     keep_checkpoints: int = setting(2, "the newest N are kept; 0: all", resume="free")
@@ -291,10 +305,11 @@ def needs_package(config, name, needed, package, otherwise, install=None):
 
 
 def check_prompting(config):
-    """The settings that decide what the model reads, shared with the evaluation."""
+    """The settings that decide what the model reads, shared with the evaluation; keeps a file's text."""
     check_one_of(config, "grading", GRADINGS)
     math_verify = "'math-verify[antlr4-13-2]'"
     needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
+    object.__setattr__(config, "system_prompt", system_prompt_text(config))
     Prompting.of(config)
 
 

@@ -22,9 +22,9 @@ from decoding.tokens import (
     token_bytes,
     token_tables,
 )
-from errors import SettingError
+from errors import Interrupted, SettingError
 from problems.arithmetic import arithmetic_problems
-from small_models import build_model
+from small_models import build_model, with_layers
 
 T = 16
 
@@ -165,6 +165,31 @@ def test_a_text_ends_before_its_eos_and_has_no_special_tokens_and_no_clean_up(ll
         "an EOS that generation_config names need not be a special token"
     )
     assert decoder.text(ids, False) == "pens , 12 ."
+
+
+@pytest.mark.parametrize("think_end", ["</reasoning>", "####"])
+def test_tags_that_a_tokenizer_calls_special_are_text_and_end_the_thinking(llama, tokenizer, think_end):
+    """They were stripped before grading (accuracy 0.000), and no path ever stopped thinking."""
+    tagged = copy.deepcopy(tokenizer)
+    tagged.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>", think_end, "<|x|>"]})
+    model = build_model("llama", tokenizer)
+    model.resize_token_embeddings(len(tagged))
+    decoder = GroupDecoder(model, tagged, think_end)
+    text = f"so {think_end}<answer>17</answer>"
+    ids = tagged(f"<|im_start|>so {think_end}<answer>17</answer><|x|>")["input_ids"]
+    assert decoder.text([*ids, tagged.eos_token_id], True) == text
+    state = 0
+    for i in ids[: ids.index(tagged.convert_tokens_to_ids(think_end)) + 1]:
+        assert state < len(think_end)
+        state = int(decoder.tables.next_state[state, i])
+    assert state == len(think_end)
+
+
+def test_a_tokenizer_s_own_tokens_are_no_text_though_they_look_like_tags(llama, tokenizer):
+    named = copy.deepcopy(tokenizer)
+    named.add_special_tokens({"bos_token": "<s>", "unk_token": "<unk>"})
+    model = build_model("llama", tokenizer)
+    assert GroupDecoder(model, named).text(named("<s>17<unk>")["input_ids"], False) == "17"
 
 
 @torch.no_grad()
@@ -688,6 +713,58 @@ def test_what_is_not_written_in_a_rollout_is_zero_and_not_of_the_one_before(llam
     after = sampled(decoder, prompts, length=10)
     assert not after.mix[:, 9].any()
     assert not after.input_change[:, 9].any()
+
+
+def longer(decoder, prompts):
+    return sampled(decoder, [prompt * 3 for prompt in prompts[:3]], G=4, length=12)
+
+
+def stopped(decoder, prompts):
+    """A rollout that is broken off after a few steps."""
+    asked = iter([False] * 4 + [True])
+    decoder.interrupted = lambda: next(asked)
+    with pytest.raises(Interrupted):
+        longer(decoder, prompts)
+    decoder.interrupted = None
+
+
+EARLIER_WORK = {
+    "longer prompts": longer,
+    "more and longer rows": lambda decoder, prompts: sampled(decoder, prompts, G=5, length=19),
+    "fewer and shorter rows": lambda decoder, prompts: sampled(decoder, prompts[:1], G=2, length=3),
+    "an evaluation": lambda decoder, prompts: decoder.complete([p * 3 for p in prompts * 2], Sampling(12)),
+    "a rollout that was interrupted": stopped,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@torch.no_grad()
+def test_a_used_decoder_gives_the_bits_of_a_new_one(family, tokenizer, prompts):
+    """A resumed run has a new one. The longest prompt was taken over all slots, those that an evaluation had
+    filled included, so that a run resumed after an evaluation was another run.
+    """
+    model = with_layers(build_model(family, tokenizer), 1)
+
+    def new():
+        return GroupDecoder(model, tokenizer, "e", Interaction(0.3))
+
+    def everything(decoder):
+        out = sampled(decoder, prompts[:3], length=12)
+        columns = (out.ids, out.mask, out.logp, out.ended, out.thinking, out.mix, out.input_change)
+        return columns, decoder.complete(prompts, Sampling(6, temperature=1.0), seed=3, batch_rows=3)
+
+    expected, answers = everything(new())
+    used = new()
+    for name, work in EARLIER_WORK.items():
+        decoder = new()
+        work(decoder, prompts)
+        work(used, prompts)
+        columns, completions = everything(decoder)
+        assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True)), name
+        assert completions == answers, name
+    columns, completions = everything(used)
+    assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True))
+    assert completions == answers
 
 
 def test_sums_that_are_not_quite_monotone_draw_nothing_impossible(monkeypatch):

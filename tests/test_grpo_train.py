@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from grpo_train import Config, all_equal, group_advantages, grpo_loss, k3_divergence, token_weights
 from learning.log_probs import Scorer
+from problems.problem import EncodedProblem
 from running.settings import names_with
 from small_models import build_model
 from small_update import small_update
@@ -109,6 +109,17 @@ def test_the_first_step_has_loss_zero_and_a_gradient():
     assert logp.grad.tolist() == [[-0.5], [0.5]]
 
 
+def test_a_masked_token_far_from_its_old_log_prob_changes_nothing():
+    """exp(100) overflows, and inf * 0 is NaN: the whole step was refused."""
+    old, A = torch.tensor([[-1.0, -101.0]]), torch.tensor([-1.0])
+    logp = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    loss, clipped = grpo_loss(logp, old, A, torch.tensor([[1.0, 0.0]]), CLIP)
+    loss.backward()
+    assert float(loss) == 1.0
+    assert logp.grad.tolist() == [[1.0, 0.0]]
+    assert not any(bool(tokens.any()) for tokens in clipped.values())
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss_type):
     """I3, through the loop's own update: mu 2, KL, truncated completions masked, groups cut. TRL#3021."""
@@ -178,8 +189,10 @@ def test_a_signal_in_masked_rows_only_is_none_and_the_schedule_goes_on_by_mu(tok
     before = small.weights()
     metrics = small.update(torch.where(small.rollout.ended, 0.0, 1.0))
     assert metrics["skipped"] == "no group carries a signal"
+    assert metrics["masked_completions"] == int((~small.rollout.ended).sum()) > 0
     assert small.has_weights(before)
     assert small.learner.schedule.last_epoch == 3
+    assert small.update()["masked_completions"] == metrics["masked_completions"]
 
 
 def test_the_reference_reads_what_the_sampler_saw_so_that_a_copy_of_the_policy_is_no_way_off(
@@ -222,7 +235,7 @@ def test_a_row_is_drawn_by_its_number_in_the_batch_whoever_samples_it(tokenizer,
     """I10, and at the temperature of the settings; an extra rollout draws anew."""
     decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
     config = Config(num_generations=3, max_completion_length=16, temperature=0.7, eval_every=0)
-    batch = [SimpleNamespace(ids=ids) for ids in prompts]
+    batch = [EncodedProblem(None, "", ids) for ids in prompts]
     whole = grpo_train.sample_groups(config, decoder, batch, 2, range(5))
     part = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4))
     again = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4), retry=1)

@@ -221,21 +221,26 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
 
 
 def test_the_learning_rate_warms_up_and_follows_its_curve():
-    def rates(kind):
+    """It began at 0: a run of one step saved its start unchanged, and the first rollout taught nothing."""
+
+    def rates(kind, steps=10):
         model = torch.nn.Linear(3, 1)
         optimizer, schedule = make_optimizer(
-            model, config_for_steps(lr_scheduler_type=kind, warmup_ratio=0.2), 10
+            model, config_for_steps(lr_scheduler_type=kind, warmup_ratio=0.2), steps
         )
         out = []
-        for _ in range(10):
+        for _ in range(steps):
             out.append(round(schedule.get_last_lr()[0], 4))
             optimizer.step()
             schedule.step()
         return out
 
-    assert rates("constant") == [0, 0.05] + [0.1] * 8
-    assert rates("linear") == [0, 0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]
+    assert rates("constant") == [0.05] + [0.1] * 9
+    assert rates("linear") == [0.05, 0.1, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]
     assert rates("cosine")[6] == pytest.approx(0.05)
+    for kind in ("constant", "linear", "cosine"):
+        assert rates(kind, steps=1) == [0.1]
+        assert min(rates(kind)) > 0
 
 
 def test_refresh_copies_every_weight_into_the_same_storage_and_tells_the_share_that_changed(tokenizer):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from decoding.rollout import Interaction
 from m3po_module import (
     apply_cross_path_interaction,
     apply_cross_path_interaction_batch,
@@ -107,3 +108,15 @@ def test_the_two_functions_with_the_original_names_agree_and_keep_groups_apart()
 def test_rows_that_do_not_make_whole_groups_are_refused():
     with pytest.raises(ValueError, match="num_generations=4"):
         apply_cross_path_interaction_batch(torch.randn(6, 5), 4)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.1, float("nan"), float("inf")])
+def test_a_temperature_that_is_no_softmax_is_refused(temperature):
+    """At 0 every weight was NaN or 0, and the paths went on alone without a word."""
+    embeds = torch.eye(2)
+    with pytest.raises(ValueError, match="temperature=.*: must be positive and finite"):
+        apply_cross_path_interaction(embeds, [True, True], temperature=temperature)
+    with pytest.raises(ValueError, match="temperature=.*: must be positive and finite"):
+        Interaction(0.1, temperature)
+    with pytest.raises(ValueError, match=r"lambda_blend=1\.5: must be between 0 and 1"):
+        apply_cross_path_interaction_batch(embeds, 2, lambda_blend=1.5)

@@ -1,12 +1,17 @@
 """--check."""
 
+import copy
 import json
+import shutil
 
 import pytest
+from tokenizers import normalizers
 
 import grpo_train
+import sft_train
 from errors import SettingError
 from small_faults import settings_of
+from small_models import CHAT_TEMPLATE
 
 
 def check(config, capsys):
@@ -83,3 +88,43 @@ def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(fault_start,
     printed = check(settings_of(fault_start, tmp_path / "out", **given), capsys)
     assert "gold answers: 2 of 3 earn 1" in printed
     assert "train-0: '1' earns nan" in printed
+
+
+def test_the_check_reads_its_gold_through_the_tokenizer(fault_start, tokenizer, tmp_path, capsys):
+    """It called its gold right, while every tag of the model's answers was lost on the way."""
+    lossy = copy.deepcopy(tokenizer)
+    lossy.backend_tokenizer.normalizer = normalizers.Replace("<answer>", "")
+    shutil.copytree(fault_start / "model", tmp_path / "model")
+    lossy.save_pretrained(tmp_path / "model")
+    with pytest.raises(SettingError, match="no reference answer of this data is right in this format"):
+        check(settings_of(fault_start, tmp_path / "out", model=str(tmp_path / "model")), capsys)
+
+
+def test_the_check_pays_gold_and_near_misses_in_full_where_the_template_opens_the_answer(
+    fault_start, tokenizer, tmp_path, capsys
+):
+    opening = copy.deepcopy(tokenizer)
+    opening.chat_template += "{% if add_generation_prompt %}<reasoning>{% endif %}"
+    shutil.copytree(fault_start / "model", tmp_path / "model")
+    opening.save_pretrained(tmp_path / "model")
+    printed = check(settings_of(fault_start, tmp_path / "out", model=str(tmp_path / "model")), capsys)
+    assert "it opens the answer with '<reasoning>'" in printed
+    assert "30 of 30 earn 2.8" in printed
+
+
+def test_what_the_template_does_to_the_words_is_said_in_training_too(
+    fault_start, tokenizer, tmp_path, capsys
+):
+    """`--check` alone said that the template left the system prompt out."""
+    loud = copy.deepcopy(tokenizer)
+    loud.chat_template = CHAT_TEMPLATE.replace("m['content']", "m['content'] | upper")
+    shutil.copytree(fault_start / "model", tmp_path / "model")
+    loud.save_pretrained(tmp_path / "model")
+    shared = dict(model=str(tmp_path / "model"), dataset=str(fault_start), limit=3, num_steps=1)
+    shared |= dict(batch_size=2, max_completion_length=100, cpu_threads=1)
+    sft_train.train(sft_train.Config(**shared, num_epochs=None, output_dir=str(tmp_path / "sft")))
+    shared |= dict(num_generations=2, beta=0.0, eval_every=0, output_dir=str(tmp_path / "grpo"))
+    grpo_train.train(grpo_train.Config(**shared))
+    said = capsys.readouterr().out
+    assert said.count("note: the chat template changes the system prompt") == 2
+    assert said.count("note: the chat template changes the message of the user") == 2

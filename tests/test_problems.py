@@ -1,5 +1,6 @@
 """Problems from files, the hub and the generator; prompts; padding; the cut of held-out problems."""
 
+import copy
 import csv
 import json
 import math
@@ -19,14 +20,15 @@ import torch
 from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from decoding.rollout import pad_left, pad_right
+from decoding.rollout import Completion, pad_left, pad_right
 from decoding.tokens import arithmetic_tokenizer
 from errors import DataError
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
 from problems.prompts import PLAIN_TEMPLATE, Prompting
 from problems.sources import load_problems, split_held_out
-from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer
+from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer, r1_format_reward
+from small_models import CHAT_TEMPLATE
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -577,6 +579,20 @@ def test_the_eos_to_train_is_the_one_the_template_writes_not_the_tokenizers(toke
     assert PLAIN.eos_id(gemma) == gemma.convert_tokens_to_ids("<end_of_turn>")
 
 
+def test_the_eos_to_train_is_found_behind_changed_text_and_added_tokens(tokenizer):
+    """A template in upper case taught <|im_start|>, the first special token of the whole text."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for change in ("upper", "trim", "replace('T', 't')"):
+        changed = copy_of(tokenizer, CHAT_TEMPLATE.replace("m['content']", f"m['content'] | {change}"))
+        changed.eos_token = "<|endoftext|>"
+        assert PLAIN.eos_id(changed) == end
+    assert PLAIN.eos_id(copy_of(tokenizer, "<|im_start|>{{ messages[0].content }}")) == end  # no answer in it
+    turn = "{% for m in messages %}{{ m['content'] }}\n\n<turn>{% endfor %}"
+    ordinary = copy_of(copy.deepcopy(tokenizer), turn)
+    ordinary.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("<turn>", special=False)])
+    assert PLAIN.eos_id(ordinary) == ordinary.convert_tokens_to_ids("<turn>")
+
+
 def test_a_prompt_that_is_too_long_is_skipped_and_counted_and_none_is_cut(tokenizer):
     """TRL#3569: cutting at the token limit cuts off the question or <|im_start|>."""
     problems = [Problem("Q", "1"), Problem("pens " * 5000, "2"), Problem("R", "3")]
@@ -605,6 +621,214 @@ def test_the_tokenizer_adds_no_second_bos_to_the_templates(words):
         PLAIN.encode(adds_bos, [Problem("17", "1")], 9)[0][0].ids
         == words("<|user|>17<|assistant|>")["input_ids"]
     )
+
+
+def with_bos(tokenizer, template):
+    """The tokenizer, putting <|endoftext|> in front of each text by post-processing."""
+    made = copy_of(copy.deepcopy(tokenizer), template)
+    ids = [("<|endoftext|>", made.pad_token_id)]
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=ids
+    )
+    return made
+
+
+def test_a_bos_that_post_processing_adds_is_in_plain_and_raw_prompts_once_and_missed_aloud_elsewhere(
+    tokenizer, tmp_path
+):
+    """A base model got none with the plain template, and nobody was told."""
+    bare, R = with_bos(tokenizer, None), Prompting("r1", "Q: {question}", prompt_format="raw")
+    bos = bare.pad_token_id
+    with pytest.warns(UserWarning, match="no chat template"):
+        [asked], _ = WITH_SYSTEM.encode(bare, [Problem("Q", "1")], 99)
+    assert asked.ids == [bos, *tokenizer("S\n\nQuestion: Q\nAnswer: ")["input_ids"]]
+    assert WITH_SYSTEM.remarks(bare, [asked]) == []
+    bare.save_pretrained(tmp_path)
+    elsewhere = AutoTokenizer.from_pretrained(tmp_path)
+    assert WITH_SYSTEM.encode(elsewhere, [Problem("Q", "1")], 99)[0][0].ids == asked.ids
+    assert R.encoded(bare, Problem("one", "1")).ids == [bos, *tokenizer("Q: one")["input_ids"]]
+    whole = Problem("<|endoftext|>Q", "1", is_prompt=True)
+    assert R.encoded(bare, whole).ids == [bos, *tokenizer("Q")["input_ids"]]
+    without = with_bos(tokenizer, CHAT_TEMPLATE)
+    asked = WITH_SYSTEM.encoded(without, Problem("Q", "1"))
+    [remark] = WITH_SYSTEM.remarks(without, [asked])
+    assert "puts '<|endoftext|>' in front of a text, and the chat template does not" in remark
+
+
+DATED = (
+    "{%- if date_string is not defined %}{%- if strftime_now is defined %}"
+    "{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}{%- endif %}"
+    "{%- macro head() %}{{ strftime_now('%A, %-d.%m.%y') }}{% endmacro %}"
+    "{{ date_string }}|{{ head() }}|" + CHAT_TEMPLATE
+)
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_on_every_day_and_where_it_is_saved(
+    tokenizer, tmp_path, monkeypatch
+):
+    """Resume and --compare refused on the next day."""
+    dated = copy_of(tokenizer, DATED)
+    prompt = WITH_SYSTEM.build(dated, "Q")
+    assert prompt.startswith("26 Jul 2024|Friday, 26.07.24|<|im_start|>system\nS")
+    assert WITH_SYSTEM.build(dated, "Q") == prompt
+    dated.save_pretrained(tmp_path)
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    assert plain.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == prompt
+    assert WITH_SYSTEM.build(plain, "Q") == prompt
+    assert plain.chat_template == dated.chat_template, "settled once"
+    chosen = Prompting("xml", "S", {"date_string": "today"})
+    assert chosen.build(copy_of(tokenizer, DATED), "Q").startswith("today|Friday")
+
+
+def test_a_template_that_draws_lots_is_refused(tokenizer):
+    lots = copy_of(tokenizer, "{{ range(90000) | random }}" + CHAT_TEMPLATE)
+    with pytest.raises(DataError, match="another prompt each time"):
+        PLAIN.encode(lots, [Problem("Q", "1")], 99)
+
+
+def test_template_settings_are_the_defaults_of_the_saved_template(tokenizer, tmp_path):
+    thinks = "{% if enable_thinking is not defined or enable_thinking %}+{% endif %}"
+    made = copy_of(tokenizer, "{{ messages[-1].content }}" + thinks)
+    assert Prompting("xml", "", {"enable_thinking": False}).build(made, "Q") == "Q"
+    made.save_pretrained(tmp_path)
+    elsewhere = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "Q"}]
+    assert elsewhere.apply_chat_template(chat, tokenize=False) == "Q"
+    assert elsewhere.apply_chat_template(chat, tokenize=False, enable_thinking=True) == "Q+"
+
+
+REMARKS = {
+    "nothing": (CHAT_TEMPLATE, []),
+    "upper case": (
+        CHAT_TEMPLATE.replace("m['content']", "m['content'] | upper"),
+        ["changes the system prompt", "changes the message of the user"],
+    ),
+    "no system prompt": ("{{ messages[-1].content }}", ["leaves the system prompt out"]),
+    "half the question": ("S how\n many {{ messages[-1].content[:9] }}", ["parts of it out"]),
+    "a think block": (CHAT_TEMPLATE + "<think>\n", ["inside a <think> block"]),
+    "an empty block": (CHAT_TEMPLATE + "<reasoning></reasoning>", ["ends in </reasoning> already"]),
+    "trimmed": (CHAT_TEMPLATE.replace("m['content']", "m['content'] | trim"), []),
+}
+
+
+@pytest.mark.parametrize("case", REMARKS)
+def test_what_a_template_does_to_the_messages_is_told(tokenizer, case):
+    template, words = REMARKS[case]
+    made, asking = copy_of(tokenizer, template), Prompting("xml", "S how\n many\n")
+    encoded, _ = asking.encode(made, [Problem("how many pens", "1")], 99)
+    remarks = asking.remarks(made, encoded)
+    assert len(remarks) == len(words)
+    assert all(word in remark for word, remark in zip(words, remarks, strict=True))
+
+
+OPENINGS = [
+    ("r1", "<think>\n", "<think>\n"),
+    ("r1", "<think>", "<think>"),
+    ("r1", "<think>\n\n</think>\n\n", ""),  # Qwen3 without thinking
+    ("xml", "<think>\n", ""),
+    ("xml", "<reasoning>\n", "<reasoning>\n"),
+    ("boxed", "The answer is \\boxed{", "\\boxed{"),
+    ("r1", "", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "end", "opening"), OPENINGS)
+def test_what_a_template_opens_of_the_answer_is_the_answer_s(tokenizer, name, end, opening):
+    """The r1 layout paid 0 for a right completion, whose <think> stood in the prompt."""
+    template = f"{CHAT_TEMPLATE}{{{{ {end!r} }}}}"
+    asked = Prompting(name, "<think> S").encoded(copy_of(tokenizer, template), Problem("Q", "1"))
+    assert asked.opening == opening
+    assert asked.answered(Completion([], "so", True)).text == opening + "so"
+
+
+def test_the_raw_prompt_of_r1_ends_in_the_think_that_it_opens(tokenizer):
+    asking = Prompting("r1", ANSWER_FORMATS["r1"].raw_prompt, prompt_format="raw")
+    asked = asking.encoded(tokenizer, Problem("How many {question}?", "1"))
+    assert asked.prompt.endswith("\nUser: How many {question}?\nAssistant: <think>")
+    text = asked.answered(Completion([], " so </think> <answer> 1 </answer>", True)).text
+    assert r1_format_reward([text]) == [1.0]
+    assert extract_answer(asked.prompt, "r1") is None
+    assert asking.eos_id(tokenizer) == tokenizer.eos_token_id
+    other = Prompting("hash", "Use ####", prompt_format="raw")
+    assert other.build(tokenizer, "Q") == "Use ####\n\nQuestion: Q\nAnswer: "
+
+
+def test_prompt_rows_stand_as_they_are_spaces_and_all(tokenizer, tmp_path):
+    """They were trimmed, and wrapped into a chat."""
+    rows = [{"prompt": " User: Q\nAssistant: <think>", "response": " so </think> <answer> 1 </answer>\n"}]
+    [problem] = load_problems(jsonl(tmp_path / "a.jsonl", *rows), responses=True)
+    assert (problem.response, problem.answer) == (rows[0]["response"], "1")
+    assert Prompting("r1", "S", prompt_format="raw").build(tokenizer, problem) == rows[0]["prompt"]
+    assert f"user\n{rows[0]['prompt']}<|im_end|>" in WITH_SYSTEM.build(tokenizer, problem)
+
+
+def said(*texts):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[text[0]], "content": text[2:]} for text in texts]
+
+
+CHATS = {
+    "a prompt of messages": ({"prompt": said("u Q"), "answer": "1"}, said("s S", "u Q"), "Q", ""),
+    "its own system prompt": ({"prompt": said("s T", "u Q"), "answer": "1"}, said("s T", "u Q"), "Q", ""),
+    "messages": ({"messages": said("u Q", "a #### 1")}, said("s S", "u Q"), "Q", "#### 1"),
+    "several turns": (
+        {"messages": said("u P", "a so", "u Q", "a #### 1")},
+        said("s S", "u P", "a so", "u Q"),
+        "Q",
+        "#### 1",
+    ),
+    "prompt and completion": (
+        {"prompt": said("u Q"), "completion": said("a  #### 1 ")},
+        said("s S", "u Q"),
+        "Q",
+        " #### 1 ",
+    ),
+    "texts": ({"prompt": "Q", "completion": " #### 1 "}, said("s S", "u Q"), "Q", " #### 1 "),
+    "parts": (
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}], "answer": "1"},
+        said("s S", "u Q"),
+        "Q",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_chat_messages_and_completions_are_read_as_trl_has_them(tokenizer, tmp_path, case):
+    row, messages, question, response = CHATS[case]
+    [problem] = load_problems(jsonl(tmp_path / "a.jsonl", row), responses=True)
+    assert (problem.question, problem.answer, problem.response) == (question, "1", response)
+    assert WITH_SYSTEM.messages(problem) == messages
+    written = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    assert WITH_SYSTEM.build(tokenizer, problem) == f"{written}<|im_start|>assistant\n"
+    if case != "texts":
+        with pytest.raises(DataError, match="prompt_format raw has no template"):
+            Prompting("xml", "S", prompt_format="raw").build(tokenizer, problem)
+
+
+def test_an_answer_that_the_data_begins_is_gone_on_with(tokenizer, tmp_path):
+    row = {"prompt": said("u Q", "a <think> so"), "answer": "1"}
+    [problem] = load_problems(jsonl(tmp_path / "a.jsonl", row))
+    assert PLAIN.build(tokenizer, problem).endswith("user\nQ<|im_end|>\n<|im_start|>assistant\n<think> so")
+
+
+BAD_CHATS = {
+    "no user": ([{"role": "system", "content": "S"}], "no message of the user"),
+    "other keys": ([{"from": "human", "value": "Q"}], r"must hold a role.*it has: from, value"),
+    "a picture": ([{"role": "user", "content": [{"type": "image"}, {"text": "Q"}]}], "text as its content"),
+    "no content": ([{"role": "user", "content": None}], "text as its content"),
+    "nothing": ([], "holds list"),
+    "half a pair": ([{"role": "user", "content": "\ud83d"}], "half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHATS)
+def test_messages_that_cannot_be_read_are_named_by_row(tmp_path, case):
+    messages, words = BAD_CHATS[case]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
+    with pytest.raises(DataError, match=rf"a\.jsonl line 1: .*{words}"):
+        load_problems(path)
 
 
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():

@@ -23,11 +23,12 @@ from learning import learner
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, log
 from running import folder as run_folder
-from running.checkpoint import checkpoints, damage, data_fingerprint
+from running.checkpoint import checkpoints, damage
+from running.contract import data_fingerprint, finished_steps
 from running.progress import Progress
 from running.settings import free_on_resume
 from running.stop import Stop
-from small_models import a_model_and_problems
+from small_models import a_model_and_problems, build_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,6 +150,45 @@ def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterru
     run(settings_of(start, out, resume=True, **config), kill_at=4, monkeypatch=monkeypatch)
     run(settings_of(start, out, resume=True, **config))
     assert_same(out, uninterrupted(variant))
+
+
+def with_columns(start, folder, more=1):
+    """The data with a column that rewards read, in a folder of its own."""
+    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
+    rows = [row | {"hint": more} for row in rows]
+    folder.mkdir(exist_ok=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_from_every_checkpoint_a_run_goes_on_as_if_it_had_not_been_stopped(start, tmp_path):
+    """With evaluations, dynamic sampling, M3PO and outer iterations: a fresh process has none of what an
+    evaluation or a larger rollout left in the decoder.
+    """
+    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["question"] *= 1 + i % 6
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(num_steps=3, outer_iterations=2, eval_every=2, eval_problems=12, save_every=1)
+    settings |= dict(dynamic_sampling=1, mu=1, keep_checkpoints=0, batch_size=2)
+    settings |= dict(reward=[f"{start}/pays.py:pays_some"], dataset=str(tmp_path / "data"))
+    whole = tmp_path / "whole"
+    run(settings_of(start, whole, **settings))
+    extra = [
+        json.loads(line)["extra_rollouts"] for line in (whole / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert max(extra) > 0
+    assert len(checkpoints(whole)) == 6
+    for step in range(5, 0, -1):
+        cut = Path(shutil.copytree(whole, tmp_path / f"from-{step}"))
+        for path in checkpoints(cut):
+            if int(path.name.removeprefix("checkpoint-")) > step:
+                shutil.rmtree(path)
+        for name in ("finished.json", "model.safetensors"):
+            (cut / name).unlink()
+        run(settings_of(start, cut, resume=True, **settings))
+        assert_same(whole, cut)
 
 
 def test_supervised_training_too(start, tmp_path, monkeypatch):
@@ -392,6 +432,269 @@ def test_what_is_in_the_way_of_a_file_of_the_run_is_named_before_any_work(
         script.train(settings_of(start, tmp_path, script))
 
 
+OTHERWISE = {
+    "a rate": (dict(learning_rate=1e-3), "learning_rate 0.01 there, 0.001 here"),
+    "a model": (dict(model="other"), "model .* there, .*other' here; what is saved would not fit"),
+    "fewer steps": (dict(num_steps=1), "num_steps 2 there, 1 here"),
+    "a seed": (dict(seed=1), "seed 42 there, 1 here"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_a_finished_run_is_not_taken_for_one_of_other_settings(kind, start, uninterrupted, tmp_path):
+    """It ended with 0 and the old model."""
+    other, words = OTHERWISE[kind]
+    if "model" in other:
+        other = {"model": str(shutil.copytree(start / "model", tmp_path / "other"))}
+    out = uninterrupted("full")
+    before = contents(out)
+    with pytest.raises(SettingError, match=f"was written by another run: .*{words}"):
+        grpo_train.train(settings_of(start, out, resume=True, **other))
+    assert contents(out) == before
+
+
+def test_a_finished_run_of_an_earlier_version_is_compared_by_its_settings(
+    start, uninterrupted, tmp_path, capsys
+):
+    out = Path(shutil.copytree(uninterrupted("full"), tmp_path / "out"))
+    (out / "finished.json").write_text('{"step": 4}\n')
+    with pytest.raises(SettingError, match="seed 42 there, 1 here"):
+        grpo_train.train(settings_of(start, out, resume=True, seed=1))
+    grpo_train.train(settings_of(start, out, resume=True))
+    assert "nothing is left to do" in capsys.readouterr().out
+    grpo_train.train(settings_of(start, out, resume=True, resume_anyway=True, seed=1))
+    assert "although this is not what the run was: seed 42 there, 1 here" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def with_hints(start, tmp_path_factory):
+    """Two steps of a run with its own data, reward file and model, and its settings."""
+    folder = tmp_path_factory.mktemp("hints")
+    shutil.copytree(start / "model", folder / "model")
+    shutil.copy(start / "pays.py", folder)
+    with_columns(start, folder / "data")
+    settings = dict(num_steps=2, outer_iterations=1, mu=1, beta=0.0, lora_r=2, eval_problems=2)
+    run(settings_of(folder, folder / "out", dataset=str(folder / "data"), **settings))
+    return folder, settings
+
+
+def another_column(folder):
+    with_columns(folder / "data", folder / "data", more=2)
+
+
+def another_held_out_answer(folder):
+    path = folder / "data" / "train.jsonl"
+    [*_, line] = (folder / "out" / "evaluations.jsonl").read_text().splitlines()
+    answer = json.loads(line)["answer"]
+    path.write_text(path.read_text().replace(f'#### {answer}"', f'#### {answer}0"'))
+
+
+def another_reward_text(folder):
+    (folder / "pays.py").write_text((folder / "pays.py").read_text().replace("% 5", "% 7"))
+
+
+def another_base(folder):
+    weights = load_file(folder / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+
+
+CHANGED_FILES = {
+    "data": another_column,
+    "held_out": another_held_out_answer,
+    "rewards": another_reward_text,
+    "start": another_base,
+}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("name", CHANGED_FILES)
+def test_a_file_that_a_run_read_may_not_change_under_it(name, finished, with_hints, tmp_path):
+    """A column that rewards read, a held-out row, the reward's text, the base weights under an adapter: each
+    was taken as it was, and a refused run had cut its log.
+    """
+    made, settings = with_hints
+    folder = Path(shutil.copytree(made, tmp_path / "run"))
+    note = json.loads((folder / "out" / "finished.json").read_text())
+    for path in (*folder.glob("out/checkpoint-*/training_state.json"), folder / "out" / "finished.json"):
+        state = json.loads(path.read_text())  # the copy's own paths
+        state["settings"] = json.loads(json.dumps(note["settings"]).replace(str(made), str(folder)))
+        path.write_text(json.dumps(state))
+    for path in checkpoints(folder / "out"):
+        checkpoint.seal(path)
+    if not finished:
+        (folder / "out" / "finished.json").unlink()
+        shutil.rmtree(folder / "out" / "checkpoint-2")
+    CHANGED_FILES[name](folder)
+    before = contents(folder / "out")
+    config = settings_of(folder, folder / "out", dataset=str(folder / "data"), resume=True, **settings)
+    with pytest.raises(
+        SettingError, match=rf"was written by another run: .*{name} '\w{{12}}' there, '\w{{12}}' here"
+    ):
+        grpo_train.train(config)
+    assert contents(folder / "out") == before
+
+
+def test_a_resume_that_is_refused_at_the_last_has_cut_no_log(start, cut):
+    """metrics.jsonl was cut before the next log was looked at."""
+    (cut / "rollouts.jsonl").write_text("")
+    (cut / ".checkpoint.part").mkdir()
+    before = contents(cut)
+    with pytest.raises(RunError, match=r"rollouts\.jsonl is shorter"):
+        grpo_train.train(settings_of(start, cut, resume=True))
+    assert contents(cut) == before
+    assert (cut / ".checkpoint.part").exists()
+
+
+def test_evaluations_that_decide_may_not_come_at_other_steps(start, cut):
+    with pytest.raises(SettingError, match="eval_every 2 there, 1 here"):
+        grpo_train.train(settings_of(start, cut, resume=True, eval_every=1, patience=3, resume_anyway=False))
+
+
+def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(start, tmp_path, capsys):
+    settings = dict(lr_scheduler_type="constant", warmup_ratio=0.0, outer_iterations=1, eval_every=2)
+    long, short = tmp_path / "long", tmp_path / "short"
+    run(settings_of(start, long, **settings, num_steps=4))
+    run(settings_of(start, short, **settings, num_steps=2))
+    run(settings_of(start, short, **settings, num_steps=4, resume=True))
+    assert "num_steps 2 there, 4 here; the rate stays constant" in capsys.readouterr().out
+    assert_same(long, short)
+    run(settings_of(start, short, **settings, num_steps=4, resume=True))
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_run_that_kept_no_last_checkpoint_says_what_to_set_beforehand(start, tmp_path):
+    settings = dict(outer_iterations=1, save_every=0, eval_every=0, eval_problems=0)
+    run(settings_of(start, tmp_path / "out", num_steps=1, **settings))
+    before = contents(tmp_path / "out")
+    with pytest.raises(
+        SettingError, match=r"finished 1 steps and left no checkpoint .*--save_every N keeps it"
+    ):
+        run(settings_of(start, tmp_path / "out", num_steps=2, resume=True, **settings))
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("limit", [dict(max_minutes=1e-9), dict(patience=1)])
+def test_a_run_that_ended_before_its_last_step_is_done(limit, start, tmp_path, capsys, monkeypatch):
+    """Started again it said that there was nothing to go on from, with status 2."""
+    accuracy = {"eval_accuracy": 0.5, "eval_length": 1.0, "eval_questions": 4}
+    monkeypatch.setattr(grpo_train, "held_out_accuracy", lambda *args: accuracy)
+    settings = dict(save_every=0, eval_every=1, **limit)
+    grpo_train.train(settings_of(start, tmp_path / "out", **settings))
+    before = contents(tmp_path / "out")
+    grpo_train.train(settings_of(start, tmp_path / "out", resume=True, **settings))
+    assert "finished its 1 steps" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == before
+
+
+def test_an_upload_that_failed_is_made_up_on_the_next_start(start, uninterrupted, tmp_path, monkeypatch):
+    """It was never made: the run was finished, and started again there was nothing left to do."""
+    uploads, out = [], Path(shutil.copytree(uninterrupted("full"), tmp_path / "out"))
+
+    def push(folder, repository, private):
+        uploads.append(repository)
+        if len(uploads) == 1:
+            raise RunError("the model is saved, but not uploaded")
+        return "https://example.org"
+
+    monkeypatch.setattr(run_folder, "push", push)
+    config = settings_of(start, out, resume=True, push_to_hub=True, hub_model_id="me/mine")
+    with pytest.raises(RunError, match="not uploaded"):
+        grpo_train.train(config)
+    grpo_train.train(config)
+    grpo_train.train(config)
+    assert uploads == ["me/mine"] * 2
+    assert json.loads((out / "finished.json").read_text())["uploaded"] == "me/mine"
+
+
+def test_a_warm_start_of_other_settings_or_data_is_not_gone_on_from(start, tmp_path):
+    """It was used as it was, and the note of its settings was rewritten."""
+    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 1\nmax_completion_length: 64\n")
+    data = with_columns(start, tmp_path / "data")
+    settings = dict(warm_start=str(tmp_path / "warm.yaml"), dataset=data, eval_every=0, eval_problems=0)
+    settings |= dict(num_steps=1, outer_iterations=1, save_every=0)
+    out = tmp_path / "out"
+    run(settings_of(start, out, **settings))
+    before = contents(out)
+    with_columns(start, tmp_path / "data", more=2)
+    with pytest.raises(SettingError, match=r"warm_start.*: data '\w+' there"):
+        run(settings_of(start, out, resume=True, **settings))
+    with_columns(start, tmp_path / "data")
+    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 1\nmax_completion_length: 63\n")
+    with pytest.raises(SettingError, match="warm_start.*max_completion_length 64 there, 63 here"):
+        run(settings_of(start, out, resume=True, **settings))
+    assert contents(out) == before
+
+
+def test_a_rate_of_nothing_is_said(start, tmp_path, capsys):
+    settings = dict(learning_rate=0.0, num_steps=1, outer_iterations=1, eval_every=0, eval_problems=0)
+    run(settings_of(start, tmp_path / "out", save_every=0, **settings))
+    assert "every rate of this run is 0, and no weight will change" in capsys.readouterr().out
+
+
+def test_what_is_overwritten_leaves_nothing_behind_from_the_first_moment(start, tmp_path, monkeypatch):
+    """A killed new run stood there with its predecessor's model, card, best model and curves."""
+    out = tmp_path / "out"
+    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 1\nmax_completion_length: 64\n")
+    old = dict(keep_best=True, lora_r=2, save_adapter=True, warm_start=str(tmp_path / "warm.yaml"))
+    run(settings_of(start, out, num_steps=1, outer_iterations=1, **old))
+    (out / "curves.svg").write_text("<svg/>")
+    (out / "trackers").mkdir()
+    (out / "model-00001-of-00002.safetensors").write_text("")
+    (out / "model.safetensors.index.json").write_text("{}")
+    assert {"best", "adapter", "warm_start", "README.md", "report.html"} <= {p.name for p in out.iterdir()}
+    mine = {"notes.txt": "mine", "checkpoint-notes/a.txt": "mine", "data/train.jsonl": "{}"}
+    for name, text in mine.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(text)
+    new = settings_of(start, out, overwrite_output_dir=True)
+    monkeypatch.setattr(grpo_train, "say_plan", lambda *args: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        grpo_train.train(new)
+    logs = ["metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"]
+    assert sorted(contents(out)) == sorted([*mine, *logs, ".lock", "run_config.yaml"])
+    assert {name: (out / name).read_text() for name in mine} == mine
+    assert not any((out / name).read_text() for name in logs)
+
+
+@pytest.mark.parametrize("name", ["model", "reward"])
+def test_a_run_that_reads_what_it_would_overwrite_is_refused(name, start, uninterrupted):
+    out = uninterrupted("full")
+    value = {"model": str(out / "checkpoint-4"), "reward": [f"{out}/trackers/pays.py:pays"]}[name]
+    (out / "trackers").mkdir()
+    shutil.copy(start / "pays.py", out / "trackers")
+    before = contents(out)
+    with pytest.raises(SettingError, match=f"{name}=.*of the run in .* that would be overwritten"):
+        grpo_train.train(settings_of(start, out, overwrite_output_dir=True, **{name: value}))
+    assert contents(out) == before
+    shutil.rmtree(out / "trackers")
+
+
+def test_a_save_leaves_no_weights_of_another_in_its_place(start, tokenizer, tmp_path):
+    """A single file would be loaded before the shards beside it, and an adapter on top of the model."""
+    model = build_model("qwen2", tokenizer)
+    for name in ("model-00001-of-00009.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "mine.safetensors").write_text("mine")
+    run_folder.save_model(model, tokenizer, tmp_path, torch.float32)
+    weights = {path.name for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".bin")}
+    assert weights == {"model.safetensors", "mine.safetensors"}
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
+def test_the_start_is_the_best_until_something_is_better(start, tmp_path, monkeypatch):
+    """There was no best/ at all where nothing was better."""
+    accuracies = iter([0.5, 0.4, 0.5])
+    accuracy = lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 4}  # noqa: E731
+    monkeypatch.setattr(grpo_train, "held_out_accuracy", accuracy)
+    settings = dict(eval_every=1, keep_best=True, save_every=0, num_steps=2, outer_iterations=1)
+    grpo_train.train(settings_of(start, tmp_path / "out", **settings))
+    best, model = (load_file(f / "model.safetensors") for f in (tmp_path / "out" / "best", start / "model"))
+    assert all(torch.equal(tensor, best[name]) for name, tensor in model.items())
+
+
 def test_a_used_folder_without_resume_is_refused(start, uninterrupted):
     with pytest.raises(SettingError, match="holds a run already: choose another, or say --resume true"):
         grpo_train.train(settings_of(start, uninterrupted("full")))
@@ -427,6 +730,11 @@ DAMAGES = {
 }
 
 
+def contents(folder):
+    """Every file below a folder: {its name: its bytes}."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninterrupted, capsys):
     do, words = DAMAGES[kind]
@@ -458,7 +766,7 @@ def test_a_damaged_note_of_a_finished_run_is_named(start, cut):
     for text in ("", "[]", "{}", '{"step": "x"}', '{"step": null}', '{"step": 8'):
         (cut / "finished.json").write_text(text)
         with pytest.raises(RunError, match=r"finished\.json is damaged: delete it"):
-            checkpoint.finished_steps(cut / "finished.json")
+            finished_steps(cut / "finished.json")
     with pytest.raises(RunError, match=r"finished\.json is damaged: delete it"):
         grpo_train.train(settings_of(start, cut, resume=True))
 

@@ -408,6 +408,17 @@ def test_the_same_number_in_other_characters_is_right():
     ]
 
 
+def test_a_function_may_abstain_for_a_whole_step_that_others_score():
+    """The run ended, although every completion had its reward."""
+    silent, scores = constant([None, None], "silent"), constant([1.0, 2.0], "scores")
+    for functions in ([silent, scores], [scores, silent]):
+        totals, parts = paid([(f, 3.0) for f in functions], ["p"] * 2, ["x", "y"])
+        assert totals == [3.0, 6.0]
+        assert parts == {"silent": [None, None], "scores": [1.0, 2.0]}
+    with pytest.raises(RewardError, match="reward function silent and quiet returned None for all 2"):
+        paid([(silent, 1.0), (constant([None, None], "quiet"), 1.0)], ["p"] * 2, ["x", "y"])
+
+
 def test_a_function_may_abstain_for_all_completions_of_one_process():
     """Where those of another were scored: `gather` gives the values of both."""
     totals, _ = paid(

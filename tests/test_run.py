@@ -10,7 +10,7 @@ import grpo_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
 from errors import Stopped
-from problems.problem import Problem
+from problems.problem import EncodedProblem, Problem
 from running.evaluation import held_out_accuracy
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
@@ -47,9 +47,7 @@ def stand_in(config, **parts):
 def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     """As `complete` answers them, which is tested against `generate`."""
     decoder, rows = GroupDecoder(llama, tokenizer), []
-    problems = [
-        SimpleNamespace(ids=ids, problem=Problem("q", "1", id=str(i))) for i, ids in enumerate(prompts)
-    ]
+    problems = [EncodedProblem(Problem("q", "1", id=str(i)), "", ids) for i, ids in enumerate(prompts)]
     config, log = grpo_train.Config(max_completion_length=24), SimpleNamespace(write_evaluation=rows.extend)
     metrics = held_out_accuracy(stand_in(config, log=log, progress=Progress(step=3)), decoder, problems)
     greedy = [completion for [completion] in decoder.complete(prompts, Sampling(24))]

@@ -64,12 +64,15 @@ class Moody(BaseHTTPRequestHandler):
             return self.reply(429, {"error": "later"})
         if self.server.mood == "slow" and count == 1:
             time.sleep(1.0)
-        number = int(body["messages"][-1]["content"].split()[2]) + 1
+        is_text = self.path.endswith("/v1/completions")
+        asked = body["prompt"] if is_text else body["messages"][-1]["content"]
+        number = int(asked.partition("What")[2].split()[1]) + 1
         text = f"<reasoning>\nx\n</reasoning>\n<answer>\n{number}\n</answer>"
+        choice = {"text": text} if is_text else {"message": {"content": text}}
         return self.reply(
             200,
             {
-                "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+                "choices": [{**choice, "finish_reason": "stop"}],
                 "usage": {"completion_tokens": 9},
             },
         )
@@ -116,6 +119,19 @@ def test_answers_are_graded_as_a_model_s_own_are_however_the_server_feels(
     assert not any(b"secret-key" in path.read_bytes() for path in folder.iterdir()), (
         "a key is not written down"
     )
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_server_gets_raw_prompts_as_text_and_the_settings_of_its_template(server, data, tmp_path):
+    """It got a chat whatever the model was trained on, and no enable_thinking."""
+    raw = settings_of(server, data, tmp_path, prompt_format="raw", system_prompt="</reasoning> {question}")
+    report, _ = grpo_eval.evaluate(raw)
+    prompts = sorted(body["prompt"] for _, body in server.seen)
+    assert (report["accuracy"], prompts[0]) == (1.0, "</reasoning> What is 0 and 1?")
+    server.seen.clear()
+    kwargs = '{"enable_thinking": false}'
+    grpo_eval.evaluate(settings_of(server, data, tmp_path, chat_template_kwargs=kwargs, name="chat"))
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for _, body in server.seen)
 
 
 def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(server, data, tmp_path):

@@ -23,9 +23,10 @@ FREE = """output_dir overwrite_output_dir resume resume_anyway save_every keep_c
 NEVER = "model lora_r lora_target_modules optimizer".split()
 
 INHERITED = """model dataset split question_column answer_column solution_column limit answer_format grading
-    system_prompt_file chat_template_kwargs max_prompt_length max_completion_length micro_batch_tokens
-    gradient_checkpointing bf16 eval_problems cpu_threads seed trust_remote_code torch_compile fsdp optimizer
-    lora_r lora_alpha lora_target_modules num_processes""".split()
+    system_prompt_file system_prompt prompt_format chat_template_kwargs max_prompt_length
+    max_completion_length micro_batch_tokens gradient_checkpointing bf16 eval_problems cpu_threads seed
+    trust_remote_code torch_compile fsdp optimizer lora_r lora_alpha lora_target_modules
+    num_processes""".split()
 
 RECIPE = """answer_format reward_set reward batch_size num_generations max_completion_length temperature
     learning_rate lr_scheduler_type optimizer loss_type beta epsilon mu m3po_lambda m3po_temperature

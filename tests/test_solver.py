@@ -2,14 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
 
 import grpo_eval
+import grpo_train
 from decoding.rollout import Completion
 from errors import SettingError
 from running.parsing import parse_config
+from sft_train import warm_start_settings
+from small_recipes import config_of
 from solver import load_solver, readable, solve
 
 
@@ -43,6 +47,33 @@ def test_a_solver_whose_system_prompt_is_gone_says_so(recipe_run, tmp_path):
     )
     with pytest.raises(SettingError, match=r"system_prompt_file='gone.txt': cannot be read"):
         load_solver(str(tmp_path / "model"))
+
+
+def test_a_system_prompt_s_text_is_saved_with_the_run_whatever_becomes_of_its_file(recipe_start, tmp_path):
+    """A changed file changed the prompts of a model that was trained long ago."""
+    file = tmp_path / "words.txt"
+    file.write_text("Think up to </reasoning>, then <answer>.")
+    config = config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, system_prompt_file=str(file))
+    out = str(grpo_train.train(replace(config, num_steps=1, eval_every=0)).folder)
+    saved = file.read_text()
+    file.write_text("Other words, </reasoning>.")
+    asked = dict(model=out, dataset=str(recipe_start))
+    assert load_solver(out).prompting.system_prompt == grpo_eval.Config(**asked).system_prompt == saved
+    given = grpo_eval.Config(**asked, system_prompt_file=str(file))
+    assert given.system_prompt == "Other words, </reasoning>.", "a file that is given wins"
+    with pytest.raises(SettingError, match="says something else than system_prompt"):
+        replace(config, system_prompt=saved)
+    (tmp_path / "sft.yaml").write_text("num_steps: 1\nnum_epochs: null\n")
+    config = replace(
+        config, system_prompt_file=None, system_prompt=saved, warm_start=str(tmp_path / "sft.yaml")
+    )
+    assert warm_start_settings(config).system_prompt == saved
+    (tmp_path / "own.yaml").write_text(f"system_prompt_file: {file}\n")
+    own = replace(config, warm_start=str(tmp_path / "own.yaml"))
+    assert warm_start_settings(own).system_prompt == "Other words, </reasoning>.", "its own file wins"
+    file.unlink()
+    assert load_solver(out).prompting.system_prompt == grpo_eval.Config(**asked).system_prompt == saved
+    assert replace(config, system_prompt_file=str(file)).system_prompt == saved
 
 
 def test_a_question_past_the_model_s_positions_is_refused(recipe_run):

@@ -1,0 +1,165 @@
+"""What the result of a run depends on, noted with its checkpoints and its end, and compared on resume."""
+
+import array
+import hashlib
+import inspect
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from errors import RunError
+from reporting.files import MODEL_FILES
+from running.settings import free_on_resume, names_with, resolved
+
+INPUTS = ("data", "held_out", "rewards", "start", "device", "world_size")  # beside the settings
+
+
+def inputs_of(run, problems, held_out, start, policy, reward_functions=()):
+    """What a run reads beside its settings, by name: digests of texts and files, and what it runs on.
+
+    start: the model directory or hub id that the weights came from. Empty on processes but the first.
+    """
+    if not run.accelerator.is_main_process:
+        return {}
+    return {
+        "data": data_fingerprint(problems),
+        "data_before_2026_11_30": _older_fingerprint(problems),
+        "held_out": data_fingerprint(held_out),
+        "rewards": rewards_fingerprint(run.config, reward_functions),
+        "start": model_fingerprint(start) or getattr(policy.config, "_commit_hash", None),
+        "device": run.device.type,
+        "world_size": run.accelerator.num_processes,
+    }
+
+
+def data_fingerprint(problems):
+    """sha256 over problems and prompts in their order, every column included: rewards may read any."""
+    digest = hashlib.sha256()
+    for p in problems:
+        text = json.dumps([p.prompt, vars(p.problem)], default=str, sort_keys=True)
+        digest.update(text.encode() + array.array("q", p.ids).tobytes())
+    return digest.hexdigest()
+
+
+def problems_fingerprint(problems):
+    """sha256 over problems that have no prompts yet."""
+    texts = (json.dumps(vars(problem), default=str, sort_keys=True) for problem in problems)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _older_fingerprint(problems):
+    """As it is in checkpoints that note no held-out problems."""
+    digest = hashlib.sha256()
+    for p in problems:
+        texts = [p.prompt, p.problem.question, p.problem.answer, p.problem.solution, p.problem.response]
+        digest.update(json.dumps(texts).encode())
+    return digest.hexdigest()
+
+
+def rewards_fingerprint(config, functions):
+    """sha256 over the rewards' names, weights and source; those of rewards.py belong to the commit."""
+    digest = hashlib.sha256()
+    for spec in getattr(config, "reward", None) or ():
+        digest.update(Path(spec.rpartition(":")[0]).read_bytes())
+    for function, weight in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        digest.update(f"{name}={weight}".encode())
+        if getattr(config, "reward", None) is None and getattr(function, "__module__", "") != "rewards":
+            digest.update(_source(function).encode())
+    return digest.hexdigest()
+
+
+def _source(function):
+    """The text of a function or of a callable object's class, where Python has it."""
+    try:
+        return inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return ""
+
+
+def model_fingerprint(name):
+    """sha256 over the files of a model directory; None for what is no directory."""
+    if not Path(name).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in (*MODEL_FILES, "*.py") for path in Path(name).glob(pattern)}):
+        with open(path, "rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def noted(config, inputs):
+    """What a checkpoint and a finished run keep, for `differences`."""
+    return {"settings": resolved(config), **{name: inputs[name] for name in INPUTS}}
+
+
+def differences(config, then, inputs):
+    """{name: (there, here)} of what a run noted `then` and what is otherwise now."""
+    now, settings = json.loads(json.dumps(resolved(config))), then["settings"]
+    free = free_on_resume(type(config))
+    if config.patience or config.keep_best:  # evaluations decide where the run ends, and what is best
+        free.discard("eval_every")
+    # a setting that there was not then had its default
+    default = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    there = {name: settings.get(name, default.get(name)) for name in {*now, *settings} - free}
+    differ = {name: (value, now.get(name)) for name, value in there.items() if value != now.get(name)}
+    inputs = dict(inputs)
+    if "held_out" not in then:
+        inputs["data"] = inputs["data_before_2026_11_30"]
+    for name in INPUTS:
+        if name in then and then[name] != inputs[name]:
+            differ[name] = _short(then[name]), _short(inputs[name])
+    return differ
+
+
+def _short(value):
+    return value[:12] if isinstance(value, str) else value
+
+
+def refusal(config, then, differ):
+    """Why a run with these differences cannot go on; None where it can."""
+    hard = {
+        name: pair for name, pair in differ.items() if name in names_with(type(config), "resume", "never")
+    }
+    if "beta" in differ and not then["settings"]["beta"]:  # beta 0 kept no reference
+        hard["beta"] = differ["beta"]
+    if not differ or (config.resume_anyway and not hard):
+        return None
+    remedy = (
+        "what is saved would not fit" if hard else "say --resume_anyway true to go on with the new values"
+    )
+    return f"was written by another run: {shown(hard or differ)}; {remedy}"
+
+
+def shown(differ):
+    return ", ".join(
+        f"{name} {there!r} there, {here!r} here" for name, (there, here) in sorted(differ.items())
+    )
+
+
+def lengthens(config, differ):
+    """Whether the differences only ask a finished run for more steps, whose earlier ones stay as they are."""
+    names = set(differ)
+    if names == {"outer_iterations"}:
+        return True
+    return (
+        bool(names) and names <= {"num_steps", "num_epochs"} and getattr(config, "outer_iterations", 1) == 1
+    )
+
+
+def finished_note(path):
+    """What a finished run noted, or None where it has not finished."""
+    if not path.exists():
+        return None
+    try:
+        note = json.loads(path.read_text())
+        return note | {"step": int(note["step"])}
+    except (ValueError, TypeError, KeyError) as error:
+        remedy = "delete it and the run goes on from its newest checkpoint"
+        raise RunError(f"{path} is damaged: {remedy}") from error
+
+
+def finished_steps(path):
+    """The steps that a finished run noted; 0 where there is no note."""
+    note = finished_note(path)
+    return 0 if note is None else note["step"]
