@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,7 @@ from problems.prompts import (
     system_prompt_text,
     template_kwargs,
 )
+from problems.sources import COLUMNS, EXTRA
 from reporting.comparison import Side, compare, compare_two
 from reporting.evaluation import forget_answers, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
@@ -61,14 +63,14 @@ from running.settings import check, check_one_of, check_prompting, free_on_resum
 from solver import load_solver, read_questions, readable, solve, training_row
 
 
-def from_training(default, text):
+def from_training(default, text, **roles):
     """A setting that is taken, where it is left out, from the run_config.yaml that training wrote."""
-    return setting(None, text, from_training=default)
+    return setting(None, text, from_training=default, **roles)
 
 
-def changes_no_answer(default, text):
+def changes_no_answer(default, text, **roles):
     """A setting that may be another one when an interrupted evaluation goes on."""
-    return setting(default, text, resume="free")
+    return setting(default, text, resume="free", **roles)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Config:
     model: str = setting("grpo_finetuned_model", "directory or hub id")
     dataset: str | None = from_training("gsm8k", "as for grpo_train.py")
     split: str = setting("test", "split to evaluate on")
-    limit: int | None = setting(None, "the first N problems only")
+    limit: int | None = setting(None, "the first N problems only; all: no limit", none_words=("all",))
     question_column: str | None = from_training(None, "column of the question")
     answer_column: str | None = from_training(None, "column of the answer")
     solution_column: str | None = from_training(None, "column of the worked solution")
@@ -99,7 +101,9 @@ class Config:
     max_completion_length: int | None = from_training(400, "tokens an answer may have")
     ask: str | None = setting(None, "answer this one question instead, readably")
     questions: str | None = setting(
-        None, "answer every question of a file instead: one a line, or JSON lines with a question or prompt"
+        None,
+        "answer every question of a file instead: one a line, or JSON lines with a question or prompt",
+        instead_of=("ask",),
     )
     save_jsonl: str | None = setting(
         None,
@@ -110,27 +114,36 @@ class Config:
         None,
         "compare evaluations instead: folders of this script, the first against the others; "
         "a,b: seeds of one side",
+        instead_of=("ask", "questions"),
     )
     num_samples: int = setting(1, "answers a question, with a temperature above 0")
     api: str | None = changes_no_answer(
         None,
         "ask an OpenAI-compatible server at this base URL instead of loading a model; "
         "its key from OPENAI_API_KEY",
+        instead_of=("ask", "questions", "compare"),
     )
-    api_model: str | None = setting(None, "name of the model there (default: the only one it has)")
-    api_at_once: int = changes_no_answer(32, "requests in flight")
-    api_timeout: float = changes_no_answer(300.0, "seconds one request may take")
+    api_model: str | None = setting(
+        None, "name of the model there (default: the only one it has)", goes_with="api"
+    )
+    api_at_once: int = changes_no_answer(32, "requests in flight", goes_with="api")
+    api_timeout: float = changes_no_answer(300.0, "seconds one request may take", goes_with="api")
     m3po: bool = setting(
         False,
         "also decode the samples of each question as paths that interact, as in training, "
         "with the same draws",
+        instead_of=("ask", "questions", "compare"),
     )
-    m3po_lambda: float | None = from_training(0.1, "with m3po: as for grpo_train.py")
-    m3po_temperature: float | None = from_training(0.1, "with m3po: as for grpo_train.py")
-    m3po_similarity: str | None = from_training("distribution", "with m3po: as for grpo_train.py")
+    m3po_lambda: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
+    m3po_temperature: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
+    m3po_similarity: str | None = from_training(
+        "distribution", "with m3po: as for grpo_train.py", goes_with="m3po"
+    )
     temperature: float = setting(0.0, "0: greedy")
-    top_p: float = setting(1.0, "sample from the smallest set of tokens of this probability")
-    top_k: int = setting(0, "sample from the k likeliest tokens; 0: all")
+    top_p: float = setting(
+        1.0, "sample from the smallest set of tokens of this probability", goes_with="temperature"
+    )
+    top_k: int = setting(0, "sample from the k likeliest tokens; 0: all", goes_with="temperature")
     batch_size: int | None = changes_no_answer(
         None, "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)"
     )
@@ -143,7 +156,7 @@ class Config:
     )
     output_dir: str = changes_no_answer("eval_runs", "the run goes into a folder of its own in here")
     name: str | None = changes_no_answer(
-        None, "name of that folder (default: model, data set, split and time)"
+        None, "name of that folder (default: model, data set, split, time and six more letters)"
     )
     num_processes: int | None = changes_no_answer(
         None, "processes to start on this machine (default: one a visible GPU, one on the CPU)"
@@ -198,6 +211,11 @@ class Config:
         check(self, "m3po", lambda v: not v or self.num_samples > 1, remedy)
         remedy = "greedy answers are all the same: set a temperature, such as --temperature 1"
         check(self, "num_samples", lambda v: v == 1 or self.temperature > 0, remedy)
+        remedy = "--ask and --questions give one answer from the whole distribution"
+        is_asked = self.ask is not None or self.questions is not None
+        check(self, "num_samples", lambda v: v == 1 or not is_asked, remedy)
+        check(self, "top_p", lambda v: v == 1 or not is_asked, remedy)
+        check(self, "top_k", lambda v: v == 0 or not is_asked, remedy)
 
 
 def can_be_file(path):
@@ -218,7 +236,8 @@ def read_problems(config):
     columns = {column for problem in problems for column in problem.more}
     missing = [name for name in config.by or () if name not in columns]
     if missing:
-        known = ", ".join(sorted(columns)) or "none"
+        read = {*EXTRA, *(name for names in COLUMNS.values() for name in names)}
+        known = ", ".join(sorted(columns - read)) or "none"
         remedy = f"the data has no such column; beside those that are read anyway there are: {known}"
         raise SettingError("by", missing, remedy)
     return problems
@@ -325,6 +344,7 @@ class ServerModel:
 def new_folder(config, model):
     """Where this evaluation goes; refused where a finished one is already."""
     parts = (Path(model).name, Path(config.dataset).name, config.split, time.strftime("%Y%m%d-%H%M%S"))
+    parts += (uuid.uuid4().hex[:6],)  # two evaluations may start in the same second
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
     with together():

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerState
 
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
-from errors import SettingError
+from errors import RewardError, SettingError
 from learning.inspection import debug_every, inspect_group
 from learning.learner import NOT_FINITE, make_learner
 from learning.memory import peak_gib
@@ -29,14 +30,23 @@ from learning.models import check_positions, load_models, load_tokenizer, refres
 from learning.parallel import max_over_processes, together
 from m3po_module import SIMILARITIES
 from problems.prompts import Prompting, prepare_problems
-from rewards import REWARD_SETS, compute_rewards, load_reward, reward_columns, right_answers
+from rewards import (
+    REWARD_SETS,
+    RewardLog,
+    check_parameters,
+    compute_rewards,
+    load_reward,
+    reward_columns,
+    reward_name,
+    right_answers,
+)
 from running import preflight
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.log import log_rollouts
 from running.parsing import run_main
-from running.progress import next_problems, steps_to_do
+from running.progress import next_problems, steps_to_do, trainer_state
 from running.run import Run
 from running.settings import TrainConfig, check, check_one_of, setting
 from sft_train import warm_start, warm_start_settings
@@ -55,6 +65,9 @@ SHOWN = {
     "update_seconds": "update s",
     "skipped": "SKIPPED:",
 }
+
+
+OF_THE_RUN = ("step", "bad_examples", "train_seconds", "rollout_seconds", "reward_seconds", "update_seconds")
 
 
 @dataclass(frozen=True)
@@ -98,15 +111,20 @@ class Config(TrainConfig):
         "token: each token's loss counts min(p / q, rollout_is_cap), p its probability by the update's "
         "forward and q by the sampler's; none: logp_diff only logs how far apart they are",
     )
-    rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is")
+    rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is", goes_with="rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS), in_card=True)
     reward: list[str] | None = setting(
-        None, "your own instead: FILE.py:function[=weight], several after one flag", in_card=True
+        None,
+        "your own instead: FILE.py:function[=weight], several after one flag",
+        in_card=True,
+        instead_of=("reward_set",),
     )
     dynamic_sampling: int = setting(
         0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
     )
-    reward_weights: list[float] | None = setting(None, "a weight for each reward, in their order")
+    reward_weights: list[float] | None = setting(
+        None, "a weight for each reward, in their order", belongs_to=("reward", "reward_set")
+    )
     warm_start: str = setting(
         "none", "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest"
     )
@@ -131,12 +149,16 @@ class Config(TrainConfig):
         0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
     )
     m3po_temperature: float = setting(
-        0.1, "of the softmax over peers: small listens to the most alike only", in_card=True
+        0.1,
+        "of the softmax over peers: small listens to the most alike only",
+        in_card=True,
+        goes_with="m3po_lambda",
     )
     m3po_similarity: str = setting(
         "distribution",
         "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)",
         in_card=True,
+        goes_with="m3po_lambda",
     )
 
     def __post_init__(self):
@@ -191,10 +213,21 @@ def chosen_rewards(config):
     weights = config.reward_weights
     if weights is None:
         return pairs
+    if any("=" in spec.rpartition(":")[2] for spec in config.reward or ()):
+        raise SettingError("reward_weights", weights, f"the weights stand in reward={config.reward} already")
     if len(weights) != len(pairs) or not all(map(math.isfinite, weights)):
-        names = [function.__name__ for function, _ in pairs]
+        names = [reward_name(function) for function, _ in pairs]
         raise SettingError("reward_weights", weights, f"must be one finite weight for each of {names}")
     return [(function, weight) for (function, _), weight in zip(pairs, weights, strict=True)]
+
+
+def check_rewards(config, reward_functions, problem):
+    """Refuse reward functions that need an argument which problems like this one do not give them."""
+    columns = reward_columns([problem], [""], [[]], config.answer_format)
+    try:
+        check_parameters(reward_functions, {*columns, "trainer_state", *RewardLog([]).arguments})
+    except ValueError as error:
+        raise SettingError("reward", config.reward, str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -216,6 +249,7 @@ def train(config, reward_functions=None, problems=None):
         with together():  # where one process cannot load them, all end with its line
             tokenizer = load_tokenizer(start, config.trust_remote_code)
             problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
+            check_rewards(config, reward_functions, problems[0].problem)
             policy, sampler, reference = load_models(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
             check_positions(policy, problems + held_out, config)
@@ -270,6 +304,7 @@ def train(config, reward_functions=None, problems=None):
                 **update_metrics,
                 **speed_metrics(run, sampled.rollout),
             }
+            metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
             run.finish_step(metrics, sampled.batch)  # evaluates, saves and stops when it is time
     return TrainingResult(run.folder, run.metrics)
@@ -372,6 +407,8 @@ class Sampled:
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
+    trainer_state: TrainerState = field(default_factory=TrainerState)  # what reward functions are told
+    logged: RewardLog = field(default_factory=lambda: RewardLog([]))  # what they log
 
     @property
     def texts(self):
@@ -391,6 +428,9 @@ class Sampled:
         self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
         columns = [(self.completions, other.completions), (self.rewards, other.rewards)]
         columns += [(self.parts[name], other.parts[name]) for name in self.parts]
+        columns += [(self.logged.rows, other.logged.rows)]
+        for name, values in other.logged.metrics.items():
+            self.logged.metrics.setdefault(name, []).extend(values)
         for n, group in enumerate(groups):
             self.problems[group], self.retries[group] = other.problems[n], other.retries[n]
             for old, new in columns:
@@ -404,7 +444,12 @@ def sample(run, decoder, batch, step, groups=None, retry=0):
     where the run is told to stop meanwhile; all processes must call it.
     """
     groups = run.local_groups if groups is None else groups
-    return run.interruptible(decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry))
+    sampled = run.interruptible(
+        decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry)
+    )
+    if sampled is not None:
+        sampled.trainer_state = trainer_state(run)
+    return sampled
 
 
 def sample_groups(config, decoder, batch, step, groups, retry=0):
@@ -430,7 +475,9 @@ def score(run, reward_functions, sampled, step):
 def _score_rows(config, reward_functions, sampled, step, gather):
     ids = [completion.ids for completion in sampled.completions]
     columns = reward_columns(sampled.row_problems, sampled.texts, ids, config.answer_format)
-    how = dict(step=step + 1, timeout=config.reward_timeout, gather=gather)
+    columns["trainer_state"] = sampled.trainer_state
+    sampled.logged = RewardLog([{} for _ in sampled.texts])
+    how = dict(step=step + 1, timeout=config.reward_timeout, gather=gather, log=sampled.logged)
     sampled.rewards, sampled.parts = compute_rewards(reward_functions, columns, **how)
 
 
@@ -602,6 +649,16 @@ def rollout_metrics(run, sampled, right, rewards):
         metrics["thinking_paths"] = mean["thinking"] / (mean["alive"] or 1.0)
         metrics["input_change"] = mean["change"] / (mean["listening"] or 1.0)
     return metrics
+
+
+def logged_metrics(sampled, metrics):
+    """What reward functions have logged by log_metric: means over their calls, of all processes."""
+    gathered = gather_object([sampled.logged.metrics])
+    names = sorted({name for one in gathered for name in one})
+    own = [name for name in names if name in metrics or name.startswith("eval_") or name in OF_THE_RUN]
+    if own:
+        raise RewardError(f"log_metric({own[0]!r}): the run has a metric of this name; choose another")
+    return {name: statistics.fmean(v for one in gathered for v in one.get(name, ())) for name in names}
 
 
 def interaction_sums(rollout):

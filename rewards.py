@@ -3,15 +3,20 @@
 Every function takes time linear in a completion's length, except `math_reward`, whose time is bounded.
 """
 
+import asyncio
 import contextlib
 import faulthandler
+import functools
 import importlib.util
+import inspect
 import itertools
+import json
 import math
 import os
 import re
 import sys
 import threading
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -37,14 +42,22 @@ def _text(completion):
     return completion_text(completion) or ""
 
 
-def _references(answer, completions):
-    """The references as trimmed texts, "" for one that cannot be used."""
+def _references(answer, completions, others):
+    """The references as trimmed texts, "" for one that cannot be used.
+
+    Without an `answer`, as in TRL's data, they are the `reference_answer` or `solution` of the `others`. What
+    follows a `####` counts, as in GSM8K's solutions, and in a solution what its last box holds.
+    """
+    if answer is None:
+        answer = others.get("reference_answer")
+    if answer is None and isinstance(others.get("solution"), list):
+        answer = [extract_answer(text, "boxed") or text for text in others["solution"]]
     if answer is None or isinstance(answer, str) or len(answer) != len(completions):
         got = repr(answer)[:80] if answer is None or isinstance(answer, str) else f"{len(answer)} values"
         raise ValueError(
             f"answer must hold one reference for each of {len(completions)} completions, got {got}"
         )
-    return ["" if _is_missing(a) else str(a).strip() for a in answer]
+    return ["" if _is_missing(a) else str(a).rpartition("####")[2].strip() for a in answer]
 
 
 def _is_missing(value):
@@ -64,7 +77,9 @@ def correctness_reward(prompts=None, completions=(), answer=None, answer_format=
     """2.0 for the same characters, 1.5 for the same number, 0.0 otherwise."""
     chosen = answer_format_named(answer_format)
     answers = [chosen.extract(c) for c in completions]
-    return [_correctness(a, r) for a, r in zip(answers, _references(answer, completions), strict=True)]
+    return [
+        _correctness(a, r) for a, r in zip(answers, _references(answer, completions, kwargs), strict=True)
+    ]
 
 
 def format_reward(completions=(), answer_format="xml", **kwargs):
@@ -75,7 +90,7 @@ def format_reward(completions=(), answer_format="xml", **kwargs):
 
 def combined_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """correctness_reward + format_reward, the seed project's one number."""
-    correctness = correctness_reward(prompts, completions, answer, answer_format)
+    correctness = correctness_reward(prompts, completions, answer, answer_format, **kwargs)
     layout = format_reward(completions, answer_format)
     return [sum(pair) for pair in zip(correctness, layout, strict=True)]
 
@@ -92,7 +107,9 @@ def _hash_score(completion, reference):
 
 def hash_reward(prompts=None, completions=(), answer=None, **kwargs):
     """1.0 for exactly one `####` whose line holds the right number and nothing else (H3PO); 0.0 otherwise."""
-    return [_hash_score(c, r) for c, r in zip(completions, _references(answer, completions), strict=True)]
+    return [
+        _hash_score(c, r) for c, r in zip(completions, _references(answer, completions, kwargs), strict=True)
+    ]
 
 
 GRADINGS = ("number", "math")
@@ -106,7 +123,7 @@ def right_answers(texts, answers, answer_format="xml", grading="number"):
 
 def strict_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """2.0 for the reference's own characters, 0.0 otherwise."""
-    values = correctness_reward(prompts, completions, answer, answer_format)
+    values = correctness_reward(prompts, completions, answer, answer_format, **kwargs)
     return [value if value == 2.0 else 0.0 for value in values]
 
 
@@ -158,7 +175,10 @@ def xmlcount_reward(completions=(), **kwargs):
 
 def binary_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
     """1.0 for the same characters or the same number, 0.0 otherwise."""
-    return [float(value > 0) for value in correctness_reward(prompts, completions, answer, answer_format)]
+    return [
+        float(value > 0)
+        for value in correctness_reward(prompts, completions, answer, answer_format, **kwargs)
+    ]
 
 
 def numeric_reward(completions=(), answer_format="xml", **kwargs):
@@ -174,7 +194,7 @@ def xml_share_reward(completions=(), **kwargs):
 def math_reward(prompts=None, completions=(), answer=None, answer_format="boxed", **kwargs):
     """1.0 where answer and reference are the same mathematical object (see `math_equal`; 20 s in all)."""
     answers = [extract_answer(c, answer_format) or "" for c in completions]
-    return [float(equal) for equal in all_math_equal(answers, _references(answer, completions))]
+    return [float(equal) for equal in all_math_equal(answers, _references(answer, completions, kwargs))]
 
 
 def _r1_layout(text):
@@ -231,6 +251,8 @@ def load_reward(spec):
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
+    if isinstance(function, type):
+        raise ValueError(f"{path}: {name} is a class: name an object of it, such as reward = {name}()")
     return function, value
 
 
@@ -319,6 +341,95 @@ def _number(value, where, completion):
     return number
 
 
+def reward_name(function):
+    """The name of a function, or of the class of an object that is called like one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@cache
+def _event_loop():
+    """A loop in a thread of its own, for as long as the process lives: clients of an API belong to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+async def _awaited(values):
+    return await values
+
+
+def _called(function, columns):
+    """What a function returns for the columns that it takes; a coroutine is waited for."""
+    wanted, takes_all = _parameters(function)
+    values = function(**(columns if takes_all else {k: v for k, v in columns.items() if k in wanted}))
+    if inspect.isawaitable(values):
+        values = asyncio.run_coroutine_threadsafe(_awaited(values), _event_loop()).result()
+    return values
+
+
+def _parameters(function):
+    """The parameters of a function, {name: parameter}, and whether it takes any other by keyword, too."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built in
+        return {}, True
+    return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def check_parameters(functions, columns):
+    """Refuse, in a ValueError, a function that needs what is not among the columns."""
+    for function, _ in functions:
+        wanted, _ = _parameters(function)
+        varied = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        needed = [name for name, p in wanted.items() if p.default is p.empty and p.kind not in varied]
+        missing = [name for name in needed if name not in columns]
+        if missing:
+            there = ", ".join(sorted(columns))
+            raise ValueError(f"{reward_name(function)} needs {missing[0]}, which is not among {there}")
+
+
+@dataclass
+class RewardLog:
+    """What reward functions log beside their values: columns of completions, and metrics of the step."""
+
+    rows: list  # {column: value} of each completion
+    metrics: dict = field(default_factory=dict)  # {name: values}, one a call
+
+    def extra(self, column, values):
+        """TRL's log_extra: a column, a value for each completion; a name that is taken gets a number."""
+        values = list(values)
+        if len(values) != len(self.rows):
+            raise ValueError(
+                f"log_extra({column!r}) has {len(values)} values for {len(self.rows)} completions"
+            )
+        name = _free_name(column, {taken for row in self.rows for taken in row})
+        for row, value in zip(self.rows, values, strict=True):
+            row[name] = _plain(value)
+
+    def metric(self, name, value):
+        """TRL's log_metric: a number, averaged over the calls of a step and over processes."""
+        self.metrics.setdefault(name, []).append(float(value))
+
+    @property
+    def arguments(self):
+        return {"log_extra": self.extra, "log_metric": self.metric}
+
+
+def _plain(value):
+    """The value as JSON can hold it."""
+    try:
+        return json.loads(json.dumps(value.tolist() if hasattr(value, "tolist") else value, default=str))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _free_name(name, taken):
+    numbered = (f"{name}_{n}" for n in itertools.count(2))
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
+
+
 def _values(function, columns, where, timeout):
     """What a function returns for the completions: a list with a float or None for each, or a RewardError."""
     completions = columns["completions"]
@@ -326,7 +437,7 @@ def _values(function, columns, where, timeout):
         return []
     with _time_limit(where, completions, timeout):
         try:
-            values = function(**_copied(columns))
+            values = _called(function, _copied(columns))
         except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
             raise RewardError(f"{where} raised {_shown(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
@@ -340,41 +451,45 @@ def _values(function, columns, where, timeout):
 
 
 def reward_columns(problems, texts, completion_ids, answer_format):
-    """The keyword arguments of reward functions, the data's other columns among them.
+    """The keyword arguments of reward functions: every column as the data has it, and what is said here.
 
-    problems, texts and completion_ids have one entry for each completion, and so have the columns.
+    problems, texts and completion_ids have one entry for each completion, and so have the columns. `answer`
+    is the reference answer alone; `solution` is the data's, or the answer where it has none, as TRL's own
+    rewards expect.
     """
     names = dict.fromkeys(name for p in problems for name in p.more)
-    more = {name: [p.more.get(name) for p in problems] for name in names}
-    return more | dict(
+    answers = [p.answer for p in problems]
+    solutions = [p.answer if _is_missing(p.more.get("solution")) else p.more["solution"] for p in problems]
+    fields = {name: [getattr(p, name) for p in problems] for name in ("question", "subject", "level", "id")}
+    columns = {name: [p.more.get(name) for p in problems] for name in names}
+    return {"reference_solution": solutions, **fields, **columns} | dict(
         prompts=[list(p.messages) or [{"role": "user", "content": p.question}] for p in problems],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
         completion_ids=completion_ids,
-        answer=[p.answer for p in problems],
-        solution=[p.answer for p in problems],
+        answer=answers,
+        reference_answer=answers,
+        solution=solutions,
         answer_format=answer_format,
     )
 
 
-def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0):
+def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log=None):
     """Totals (N) = sum of weight * value, and each function's own values by name.
 
     None means "abstains": where every function abstains the total is NaN, which the training loop leaves out.
     RewardError for what is no reward, and where no completion of any process was scored by any function.
     `gather` makes of this process's values those of all; `timeout` is in seconds a function; `columns` are as
-    `reward_columns` makes them.
+    `reward_columns` makes them; what the functions log goes into `log`, a RewardLog.
     """
+    columns = columns | (log.arguments if log else {})
     completions = columns["completions"]
     parts = {}
     totals = [math.nan] * len(completions)
     at_step = "" if step is None else f" at step {step}"
     for function, weight in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        where = f"reward function {name}{at_step}"
+        where = f"reward function {reward_name(function)}{at_step}"
         values = _values(function, columns, where, timeout)
-        numbered = (f"{name}_{n}" for n in itertools.count(2))
-        key = next(k for k in itertools.chain([name], numbered) if k not in parts)
-        parts[key] = values
+        parts[_free_name(reward_name(function), parts)] = values
         for i, value in enumerate(values):
             if value is not None:
                 totals[i] = weight * value + (0.0 if math.isnan(totals[i]) else totals[i])

@@ -28,7 +28,7 @@ from reporting.files import write_whole
 from running.contract import inputs_of, model_fingerprint, problems_fingerprint
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import run_main, settings_from_file
+from running.parsing import combined, run_main, settings_from_file
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
@@ -50,9 +50,15 @@ class Config(TrainConfig):
     output_dir: str = setting(
         "sft_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
     )
+    dataset: str = setting(
+        "gsm8k",
+        "as for grpo_train.py, or a file of {prompt, response} lines, which are learned as they stand",
+        inherited=True,
+        aliases=("sft_data_path",),
+    )
     batch_size: int = setting(32, "problems a step, over all processes", in_card=True)
     num_epochs: float | None = setting(
-        1.0, "passes over the problems; leave it empty (null) to count num_steps", in_card=True
+        1.0, "passes over the problems, instead of num_steps", in_card=True, instead_of=("num_steps",)
     )
     learning_rate: float = setting(1e-5, "peak learning rate of AdamW", in_card=True)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
@@ -63,7 +69,7 @@ class Config(TrainConfig):
         0.05, "share of the steps in which the learning rate rises: of n steps 1/n, ..., 1"
     )
     unique_train_examples: int | None = setting(
-        None, "train on the first N responses that are left (default: all)"
+        None, "train on the first N responses that are left; all: on every one", none_words=("all",)
     )
     eval_problems: int = setting(
         0, "held-out problems, cut from the training split by hash; 0: none", inherited=True
@@ -188,13 +194,13 @@ def rows_loss(learner, batch, tokens, rows):
 
 def warm_start_settings(config):
     """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's."""
-    settings = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
-    settings["system_prompt_file"] = None  # its text is in system_prompt
+    inherited = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
+    inherited["system_prompt_file"] = None  # its text is in system_prompt
     try:
         given = settings_from_file(Config, config.warm_start)
         if "system_prompt_file" in given:
-            settings["system_prompt"] = None
-        settings |= given
+            inherited["system_prompt"] = None
+        settings = combined(Config, inherited, given)
         settings |= {
             "output_dir": str(Path(config.output_dir) / "warm_start"),
             "resume": config.resume,

@@ -121,6 +121,8 @@ def _from_pretrained(kind, name, **how):
     """from_pretrained, whose many errors become one line. TypeError, KeyError: malformed config.json."""
     try:
         return kind.from_pretrained(name, **how)
+    except ImportError as error:  # of quantised weights, of code that comes with a model
+        raise SettingError("model", name, f"needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError) as error:
         what = f"cannot be loaded as a {kind.__name__.removeprefix('Auto')}"
         remedy = "give a directory or a hub id that can be reached"

@@ -8,9 +8,9 @@ class Problem:
     """A question with its answer; what else the data says of it is empty where it says nothing.
 
     `solution`: a worked solution ending in a line `#### answer`, as GSM8K has it; `response`: a text to learn
-    as it is; `more`: the data's other columns, which reward functions get. `messages`: the chat that asks,
-    where the data has one, the question being its last user message; `is_prompt`: the question is the text
-    of a `prompt` column, which prompt_format raw takes as it stands.
+    as it is; `more`: every column as the data has it, which reward functions get. `messages`: the chat that
+    asks, where the data has one, the question being its last user message; `is_prompt`: the question is the
+    text of a `prompt` column, which prompt_format raw takes as it stands.
     """
 
     question: str

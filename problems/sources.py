@@ -24,8 +24,8 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 QUESTION = ("question", "problem", "prompt")
 COLUMNS = {
     "question": (*QUESTION, "messages"),
-    "answer": ("answer", "final_answer", "target", "label"),
-    "solution": ("solution", "rationale", "response"),
+    "answer": ("answer", "reference_answer", "final_answer", "target", "label"),
+    "solution": ("solution", "reference_solution", "rationale", "response"),
 }  # the columns that are looked for, in this order, where none is named
 RESPONSE = ("response", "completion")  # what supervised training learns as it stands
 # column: field
@@ -46,6 +46,8 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
     if dataset == "arithmetic":
         if split not in ARITHMETIC_SIZES:
             raise DataError(f"arithmetic has no split {split!r}: there are train and test")
+        if columns and any(columns.values()):
+            raise DataError("arithmetic is generated and has no columns: leave the *_column settings out")
         return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
     path = Path(dataset)
     if path.is_dir():
@@ -59,7 +61,13 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
     if not rows:
         raise DataError(f"{path}: holds no rows")
     columns = columns or {}
-    return [_problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)]
+    problems = [
+        _problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)
+    ]
+    names = dict.fromkeys(name for problem in problems for name in problem.more)
+    for problem in problems:  # a column that other rows have is None
+        problem.more.update(dict.fromkeys(names) | problem.more)
+    return problems
 
 
 def _split_file(folder, split):
@@ -155,7 +163,9 @@ def _hub_rows(dataset, split):
     by_split = HUB.get(dataset, {"": (dataset, None)})
     name, config = by_split.get(split, by_split[""])
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        rows = list(datasets.load_dataset(name, config, split=split))
+    except ImportError as error:  # of columns that hold pictures or sound
+        raise DataError(f"data set {name!r} needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"data set {name!r}, split {split!r}, cannot be loaded: "
@@ -169,7 +179,6 @@ def _problem(where, row, columns, default_id, responses):
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
     column = {field: _column(where, row, field, columns.get(field)) for field in COLUMNS}
-    used = {"response", *EXTRA, *column.values()}
     question, asked, response = _question(where, row, column["question"])
     text = {field: _text(where, row, column[field]) for field in ("answer", "solution")}
     answer, solution = _answer_and_solution(text["answer"], text["solution"])
@@ -187,7 +196,9 @@ def _problem(where, row, columns, default_id, responses):
         )
     extra = {field: _text(where, row, column) for column, field in EXTRA.items() if column in row}
     extra = {"id": default_id} | {field: value for field, value in extra.items() if value}
-    more = {column: value for column, value in row.items() if column not in used}
+    more = dict(row)
+    if named := columns.get("solution"):
+        more.setdefault("solution", row[named])
     learnt = response if responses else ""
     return Problem(question, answer, _worked(solution, answer), response=learnt, more=more, **asked, **extra)
 

@@ -1,17 +1,24 @@
 """The model card of a run, and the upload of a finished model to the Hugging Face hub."""
 
+import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
+import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import filter_repo_objects
 
 from errors import RunError, one_line
-from reporting.files import read_metrics
+from reporting.files import read_metrics, read_run_config
 from reporting.statistics import wilson
 
 UPLOADED = (
     "*.safetensors *.safetensors.index.json config.json generation_config.json tokenizer* *.jinja README.md "
-    "adapter/* special_tokens_map.json vocab.* merges.txt *.model *.py"
+    "adapter/* special_tokens_map.json vocab.* merges.txt *.model *.py run_config.yaml metrics.jsonl"
 ).split()
+PATHS = "model dataset system_prompt_file warm_start output_dir reward".split()  # settings that may be paths
 NOT_UPLOADED = "checkpoint-*/* warm_start/* trackers/* wandb/* best/* .*".split()  # though named above
 
 CARD = """---
@@ -20,7 +27,7 @@ CARD = """---
 
 # {title}
 
-{model} after {steps} steps of {method} on {dataset}, {minutes:.0f} minutes of training.
+{model} after {steps} steps of {method} on {dataset}, {minutes:.0f} minutes of training.{start}
 
 {results}
 ## Use
@@ -64,7 +71,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
     use = USES[settings.get("prompt_format", "chat")]
     name = settings.get("hub_model_id") or Path(folder).resolve().name
     header = ModelCardData(
-        base_model=settings["model"] if _is_hub_address(settings["model"]) else None,
+        base_model=_origin(settings["model"]),
         datasets=[dataset] if _is_hub_address(dataset) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -80,6 +87,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         dataset=dataset if _is_hub_address(dataset) else Path(dataset).name or dataset,
         minutes=lines[-1]["train_seconds"] / 60,
         results=_results(lines),
+        start=_start(settings, Path(folder) / "warm_start"),
         answer_format=settings["answer_format"],
         system_prompt=system_prompt,
         name=name,
@@ -92,7 +100,29 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
 
 
 def _is_hub_address(address):
-    return "/" in address and not Path(address).exists()
+    return "/" in address and not os.path.isabs(address) and not Path(address).exists()
+
+
+def _origin(model):
+    """The model on the hub that a chain of runs began with, or None."""
+    seen = set()
+    while not _is_hub_address(model) and model not in seen:
+        seen.add(model)
+        model = read_run_config(model).get("model", model)
+    return model if _is_hub_address(model) else None
+
+
+def _start(settings, warm_start):
+    """What the model had learned before this run: its warm start, or the run that made it."""
+    trained = settings["model"] if settings.get("warm_start", "none") == "none" else warm_start
+    before = read_run_config(trained) if Path(trained).is_dir() else {}
+    lines = read_metrics(trained) if before else []
+    if not lines:
+        return ""
+    what = "A warm start came first" if trained == warm_start else f"{Path(trained).name} was made"
+    data = before["dataset"] if _is_hub_address(before["dataset"]) else Path(before["dataset"]).name
+    steps = f"{lines[-1]['step']} steps of {_method(before)} on {data}"
+    return f"\n{what}: {steps}, from {_origin(before['model']) or Path(before['model']).name}."
 
 
 def _method(settings):
@@ -135,18 +165,55 @@ def _results(lines):
     return "\n".join(rows) + "\n"
 
 
+def shared_settings(settings):
+    """The settings without the folders of this machine: a path is cut to its name."""
+    shared = dict(settings)
+    for name in PATHS:
+        value = settings.get(name)
+        if isinstance(value, list):
+            shared[name] = [Path(item).name for item in value]
+        elif value is not None and not _is_hub_address(value):
+            shared[name] = Path(value).name
+    return shared
+
+
+def _stage(folder, staging):
+    """Links to what is uploaded, and run_config.yaml without paths of this machine.
+
+    An adapter whose base is on this machine only stays here: nobody else could load it.
+    """
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    for name in filter_repo_objects(files, allow_patterns=UPLOADED, ignore_patterns=NOT_UPLOADED):
+        (staging / name).parent.mkdir(exist_ok=True)
+        os.symlink((folder / name).resolve(), staging / name)
+    settings = staging / "run_config.yaml"
+    if settings.exists():
+        settings.unlink()
+        settings.write_text(yaml.safe_dump(shared_settings(read_run_config(folder)), sort_keys=False))
+    adapter = staging / "adapter" / "adapter_config.json"
+    if adapter.exists():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        if base is None or not _is_hub_address(base):
+            shutil.rmtree(adapter.parent)
+
+
 def push(folder, repository, private):
-    """Upload the finished directory, without checkpoints and logs of completions; returns its address."""
+    """Upload the finished directory with its settings and metrics; returns its address.
+
+    Checkpoints, logs of completions and paths of this machine stay here.
+    """
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repository,
-            folder_path=str(folder),
-            allow_patterns=UPLOADED,
-            ignore_patterns=NOT_UPLOADED,
-            commit_message=f"After {Path(folder).resolve().name}",
-        )
+        with tempfile.TemporaryDirectory() as staging:
+            _stage(Path(folder), Path(staging))
+            return api.upload_folder(
+                repo_id=repository,
+                folder_path=staging,
+                allow_patterns=UPLOADED,
+                ignore_patterns=NOT_UPLOADED,
+                commit_message=f"After {Path(folder).resolve().name}",
+            )
     except Exception as error:  # a network, a login, a name: whatever it is, the model is saved
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise RunError(f"the model is saved in {folder}, but not uploaded ({reason})") from error

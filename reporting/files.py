@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 
 import yaml
@@ -69,10 +70,31 @@ def read_yaml(path):
     return values
 
 
-def read_run_config(folder):
-    """The settings that a run or an evaluation wrote into its folder; none where there is no such file."""
-    path = Path(folder) / "run_config.yaml"
-    return read_yaml(path) if path.exists() else {}
+def read_run_config(model):
+    """The settings that a run or an evaluation wrote into its folder, or that its model on the hub carries.
+
+    None where there is no such file.
+    """
+    path = Path(model) / "run_config.yaml"
+    if path.exists():
+        return read_yaml(path)
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not Path(model).exists()
+    path = _on_the_hub(str(model), path.name) if is_hub_id else None
+    return read_yaml(path) if path else {}
+
+
+def _on_the_hub(model, name):
+    """The path of a file of a model on the hub, or None. Whether there is such a model is seen on loading."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return hf_hub_download(model, name)
+    except LocalEntryNotFoundError:
+        warnings.warn(f"{model}: the hub cannot be asked for its {name}; defaults are used", stacklevel=2)
+    except (HfHubHTTPError, HFValidationError):  # a model without one, or no such model
+        pass
+    return None
 
 
 def write_whole(path, text):
@@ -84,8 +106,8 @@ def write_whole(path, text):
 
 
 def write_records(path, records, ensure_ascii=True):
-    """Write a whole JSON Lines file, an object a line."""
-    lines = [json.dumps(record, ensure_ascii=ensure_ascii) + "\n" for record in records]
+    """Write a whole JSON Lines file, an object a line; what JSON cannot hold, such as a date, as its text."""
+    lines = [json.dumps(record, ensure_ascii=ensure_ascii, default=str) + "\n" for record in records]
     write_whole(path, "".join(lines))
 
 

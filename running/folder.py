@@ -1,5 +1,6 @@
 """The folder of a run: refused, made, locked, and the models saved into it."""
 
+import copy
 import fcntl
 import json
 import os
@@ -208,7 +209,7 @@ def _card(config, folder):
 
 
 def save_adapter(model, folder):
-    """Write the LoRA adapter alone, as peft loads it."""
+    """Write the LoRA adapter alone, with the name of its base, as peft's Auto classes load it."""
     import peft
 
     folder = Path(folder)
@@ -217,7 +218,11 @@ def save_adapter(model, folder):
     # peft loads adapters into a PeftModel, which wraps the model and so puts this in front of each name
     state = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
     save_file(state, folder / "adapter_model.safetensors")
-    model.peft_config["default"].save_pretrained(folder)
+    base, settings = model.name_or_path or None, copy.copy(model.peft_config["default"])
+    is_folder = base is not None and Path(base).is_dir()
+    settings.base_model_name_or_path = str(Path(base).resolve()) if is_folder else base
+    settings.task_type = "CAUSAL_LM"
+    settings.save_pretrained(folder)
 
 
 def save_model(model, tokenizer, folder, dtype, state=None):

@@ -116,6 +116,8 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
             "length": len(ids),
             "stop_condition": "eos" if ended else "length",
         }
+        if sampled.logged.rows[n]:
+            record["extra"] = sampled.logged.rows[n]
         if first_row + n < G * config.log_groups:
             record |= _token_record(run.learner.tokenizer, sampled.rollout, n, ids)
             if inspection is not None and n < G:

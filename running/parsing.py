@@ -20,9 +20,26 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from errors import DataError, RewardError, RunError, SettingError, SharedError, one_line
 from reporting.files import read_yaml
 
-ALIASES = {"model_name_or_path": "model", "save_steps": "save_every", "dataset_name": "dataset"}
+# Names that other trainers give to these settings: transformers and TRL, OneShotGRPO, H3PO, the MATH scripts.
+ALIASES = {
+    "model_name_or_path": "model", "model_name": "model", "model_path": "model",
+    "dataset_name": "dataset", "data_path": "dataset",
+    "save_steps": "save_every", "save_total_limit": "keep_checkpoints", "save_dir": "output_dir",
+    "max_steps": "num_steps", "n_grpo_steps": "num_steps", "num_train_epochs": "num_epochs",
+    "max_new_tokens": "max_completion_length", "sampling_max_tokens": "max_completion_length",
+    "eval_steps": "eval_every", "val_every_steps": "eval_every", "val_samples": "eval_problems",
+    "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "grad_clip": "max_grad_norm",
+    "optim": "optimizer", "lora_rank": "lora_r", "group_size": "num_generations",
+    "sampling_temperature": "temperature", "cliprange": "epsilon",
+    "cross_path_lambda": "m3po_lambda", "cross_path_temp": "m3po_temperature",
+    "system_prompt_path": "system_prompt_file", "hub_private_repo": "hub_private",
+    "wandb_project": "project", "wandb_run_name": "run_name",
+}  # fmt: skip
 
 BATCH = "batch_size counts the problems of a step over all processes, micro_batch_tokens bounds memory"
+M3PO_SWITCH = (
+    "is m3po_lambda here: M3PO is on where it is above 0 (default 0.1), and --m3po_lambda 0 is plain GRPO"
+)
 REFUSED = {
     "num_iterations": "says two things (outer iterations here, mu in TRL): use outer_iterations or mu",
     "top_p": "belongs to evaluation only: a nucleus of the new policy can exclude a token that was sampled",
@@ -30,15 +47,37 @@ REFUSED = {
     "min_p": "truncates the sampling distribution, which the loss does not: leave it out",
     "gradient_accumulation_steps": f"follows from the rest: {BATCH}",
     "per_device_train_batch_size": f"is not needed: {BATCH}",
+    "rollout_batch_size": f"counts completions: {BATCH}",
+    "train_batch_size": f"counts completions: {BATCH}",
+    "generation_batch_size": f"counts completions: {BATCH}",
     "load_best_model_at_end": "is keep_best here, which leaves the best model in output_dir/best",
+    "resume_from_checkpoint": "is --resume here: it goes on from the newest whole checkpoint",
+    "enable_m3po": M3PO_SWITCH,
+    "enable_cross_path": M3PO_SWITCH,
+    "use_wandb": "is --report_to wandb here",
+    "wandb_entity": "is not needed: wandb reads it from the environment, WANDB_ENTITY",
+    "wandb_tags": "is not needed: wandb reads them from the environment, WANDB_TAGS",
+    "hub_token": "is not needed: log in with `hf auth login`, or set HF_TOKEN",
+    "hub_strategy": "is not needed: the finished model is uploaded once, with --push_to_hub",
+    "sft_data_path": "names supervised data, which sft_train.py takes; here it is dataset",
+    "unique_train_examples": "belongs to sft_train.py; here it is limit, the first N problems",
+    "reward_funcs": "is reward here, FILE.py:function[=weight], or reward_set for the built-in ones",
+    "use_vllm": "is not needed: the trainer samples by itself (see decoding/)",
+    "use_peft": "is --lora_r here: above 0 trains LoRA adapters",
+    "load_in_4bit": "is not supported: --lora_r 32 and --optimizer adamw_8bit save memory",
+    "load_in_8bit": "is not supported: --lora_r 32 and --optimizer adamw_8bit save memory",
+    "max_seq_length": "is two settings here: max_prompt_length and max_completion_length",
+    "max_length": "is two settings here: max_prompt_length and max_completion_length",
+    "warmup_steps": "is warmup_ratio here, a share of all steps",
+    "logging_steps": "is not needed: every step is logged",
 }
 
 
 def settings_from_file(config_class, path):
     """The settings of a YAML file, names checked against the class and values against its types."""
-    hints, settings = get_type_hints(config_class), {}
+    hints, settings, aliases = get_type_hints(config_class), {}, _aliases(config_class)
     for key, value in read_yaml(path).items():
-        name = ALIASES.get(key, key)
+        name = aliases.get(key, key)
         if name in REFUSED and name not in hints:
             raise SettingError(key, value, REFUSED[name])
         if name not in hints:
@@ -46,14 +85,28 @@ def settings_from_file(config_class, path):
             raise SettingError(key, value, f"no such setting in {path}; --help lists them{meant}")
         if name in settings:
             raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
-        settings[name] = _from_yaml(name, hints[name], value)
+        none_words = _none_words(config_class.__dataclass_fields__[name])
+        settings[name] = _from_yaml(name, hints[name], value, none_words)
     return settings
 
 
-def _from_yaml(name, hint, value):
+def _aliases(config_class):
+    """{another name: setting} of a script; a field may have names that only its script takes."""
+    fields = dataclasses.fields(config_class)
+    names = {field.name for field in fields}
+    aliases = {alias: name for alias, name in ALIASES.items() if name in names}
+    return aliases | {alias: field.name for field in fields for alias in field.metadata.get("aliases", ())}
+
+
+def _none_words(field):
+    """The words that stand for None where a field may be None."""
+    return ("none", "null", *field.metadata.get("none_words", ()))
+
+
+def _from_yaml(name, hint, value, none_words=("none", "null")):
     """A YAML value in the type of its field: an int serves as a float, a mapping as JSON text."""
     kind, optional = _kind(hint)
-    if value is None and optional:
+    if optional and (value is None or str(value).lower() in none_words):
         return None
     if get_origin(kind) is list:
         items = [value] if isinstance(value, str) else value
@@ -91,40 +144,99 @@ def _did_you_mean(name, known):
 def parse_config(config_class, argv=None, description=None):
     """`[--config FILE.yaml] [--FIELD VALUE ...]` -> config_class.
 
-    The command line wins over the file, the file over the defaults.
+    The command line wins over the file, the file over the defaults; see `combined`.
     """
     argv = sys.argv[1:] if argv is None else argv
-    hints = get_type_hints(config_class)
+    path = _parser(config_class, description).parse_args(argv).config  # its --help shows the defaults
+    in_file = settings_from_file(config_class, path) if path else {}
+    flags = vars(_parser(config_class, description, only_given=True).parse_args(argv))
+    flags.pop("config", None)
+    for name, value in flags.items():
+        if isinstance(value, list) and None in value:
+            if len(value) > 1:
+                raise SettingError(name, value, "none stands alone")
+            flags[name] = None
+    settings = combined(config_class, in_file, flags)
+    _refuse_idle(config_class, settings)
+    return config_class(**settings)
+
+
+def _parser(config_class, description, only_given=False):
+    """A parser of the settings' flags, with their defaults or `only_given` flags in what it returns."""
+    hints, aliases = get_type_hints(config_class), _aliases(config_class)
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=formatter)
     parser.names = hints
     for field in dataclasses.fields(config_class):
-        parser.add_setting(field, hints[field.name])
-    for name in REFUSED.keys() - hints:
-        parser.add_argument(*_flags(name), nargs="?", default="", action=_Refuse, help=argparse.SUPPRESS)
+        default = argparse.SUPPRESS if only_given else field.default
+        parser.add_setting(field, hints[field.name], aliases, default)
+    for name in REFUSED.keys() - hints - aliases.keys():
+        options = dict(nargs="?", default=argparse.SUPPRESS, action=_Refuse, help=argparse.SUPPRESS)
+        parser.add_argument(*_flags(name), **options)
     parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
-    if path := parser.parse_args(argv).config:
-        parser.set_defaults(**settings_from_file(config_class, path))
-    values = vars(parser.parse_args(argv))
-    for name, value in values.items():
-        if isinstance(value, list) and None in value:
-            if len(value) > 1:
-                raise SettingError(name, value, "none stands alone")
-            values[name] = None
-    return config_class(**{name: values[name] for name in hints})
+    return parser
+
+
+def combined(config_class, *levels):
+    """The settings of several levels, {name: value} each, the weaker first.
+
+    A stronger level wins, and silences at a weaker one what its settings take the place of (instead_of), and
+    what has no effect where they are off (goes_with). Two settings of one level that take each other's place
+    are refused.
+    """
+    settings = {}
+    for given in levels:
+        for name in _silenced(config_class, given):
+            settings.pop(name, None)
+        settings |= given
+    return settings
+
+
+def _silenced(config_class, given):
+    """Names of settings that are not to be taken from a weaker level than that of the `given` ones."""
+    names = set()
+    for field in dataclasses.fields(config_class):
+        for other in field.metadata.get("instead_of", ()):
+            if given.get(field.name) and given.get(other):
+                what = f"cannot stand beside {other}={given[other]!r}"
+                raise SettingError(field.name, given[field.name], f"{what}: give one of the two")
+            names |= {other} if given.get(field.name) else set()
+            names |= {field.name} if given.get(other) else set()
+        needed = field.metadata.get("goes_with")
+        if needed in given and _is_off(given[needed]):
+            names.add(field.name)
+        if given.keys() & set(field.metadata.get("belongs_to", ())):
+            names.add(field.name)
+    return names - given.keys()
+
+
+def _is_off(value):
+    return not value or value == "none"
+
+
+def _refuse_idle(config_class, settings):
+    """Refuse what was given and has no effect, since the setting it goes with is off."""
+    fields = config_class.__dataclass_fields__
+    for name, value in settings.items():
+        needed = fields[name].metadata.get("goes_with")
+        if needed is None or value in (None, fields[name].default):
+            continue
+        beside = settings.get(needed, fields[needed].default)
+        if _is_off(beside):
+            raise SettingError(name, value, f"has no effect with {needed}={beside!r}: set {needed} too")
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse whose flags are fields of a dataclass, and whose errors are SettingErrors."""
 
-    def add_setting(self, field, hint):
+    def add_setting(self, field, hint, aliases, default):
         """`--field VALUE` under all its names, and `--no_field` where it is a bool that is on by default."""
-        name, text, options = field.name, field.metadata["help"], _flag_options(hint)
-        self.add_argument(*_flags(name), **options, default=field.default, help=text)
-        for alias in (alias for alias, real in ALIASES.items() if real == name):
-            self.add_argument(*_flags(alias), **options, dest=name, help=argparse.SUPPRESS)
+        name, text, options = field.name, field.metadata["help"], _flag_options(hint, _none_words(field))
+        self.add_argument(*_flags(name), **options, default=default, help=text)
+        for alias in (alias for alias, real in aliases.items() if real == name):
+            self.add_argument(*_flags(alias), **options, dest=name, default=default, help=argparse.SUPPRESS)
         if field.default is True:
-            off = dict(action="store_false", dest=name, default=False)
+            off = dict(action="store_false", dest=name, default=default)
             self.add_argument(*_flags(f"no_{name}"), **off, help=text)
 
     def error(self, message):
@@ -145,7 +257,7 @@ def _flags(name):
     return [f"--{name}", f"--{name.replace('_', '-')}"] if "_" in name else [f"--{name}"]
 
 
-def _flag_options(hint):
+def _flag_options(hint, none_words):
     """What argparse is told of a field of this type."""
     kind, optional = _kind(hint)
     if kind is bool:
@@ -153,15 +265,17 @@ def _flag_options(hint):
     if get_origin(kind) is Literal:
         return dict(choices=get_args(kind))
     if get_origin(kind) is list:
-        return dict(type=_or_none(get_args(kind)[0]) if optional else get_args(kind)[0], nargs="+")
-    return dict(type=_or_none(kind) if optional else kind)
+        return dict(
+            type=_or_none(get_args(kind)[0], none_words) if optional else get_args(kind)[0], nargs="+"
+        )
+    return dict(type=_or_none(kind, none_words) if optional else kind)
 
 
-def _or_none(kind):
-    """`kind` for argparse, where the word none stands for None."""
+def _or_none(kind, none_words):
+    """`kind` for argparse, where some words stand for None."""
 
     def convert(text):
-        return None if text.lower() in ("none", "null") else kind(text)
+        return None if text.lower() in none_words else kind(text)
 
     convert.__name__ = kind.__name__  # which argparse shows for a value that is not of that kind
     return convert

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from transformers import TrainerState
 
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
@@ -23,7 +24,7 @@ from errors import SettingError
 from learning.memory import checkpoint_bytes
 from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
 from problems.prompts import Prompting, prepare_problems
-from rewards import compute_rewards, reward_columns, right_answers
+from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do
 
@@ -221,7 +222,9 @@ def _print_gold(problems, functions, config, decoder):
 def _rewards(functions, problems, texts, config):
     ids = [[0] * 8 for _ in texts]  # no completion was sampled
     columns = reward_columns([p.problem for p in problems], texts, ids, config.answer_format)
-    totals, _ = compute_rewards(functions, columns, timeout=config.reward_timeout)
+    columns["trainer_state"] = TrainerState()
+    log = RewardLog([{} for _ in texts])
+    totals, _ = compute_rewards(functions, columns, timeout=config.reward_timeout, log=log)
     return totals
 
 

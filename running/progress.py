@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from transformers import TrainerState
 
 ADVICE = {
     "unearned": "no completion has earned anything for {} steps. What usually helps: a supervised warm start "
@@ -65,6 +66,12 @@ def next_problems(problems, count, run):
         indices.append(orders[pass_number][offset])
     run.problems_drawn += count
     return [problems[i] for i in indices]
+
+
+def trainer_state(run):
+    """How far a run has come, as TRL's reward functions are told."""
+    counts = dict(global_step=run.progress.step, max_steps=run.total)
+    return TrainerState(**counts, num_train_epochs=run.config.num_epochs or 0, logging_steps=1)
 
 
 def steps_to_do(config, count):

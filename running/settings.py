@@ -17,6 +17,7 @@ from errors import SettingError
 from problems.prompts import Prompting, system_prompt_text
 from rewards import GRADINGS
 
+STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
 PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes math-verify triton".split()
 
@@ -26,7 +27,9 @@ def setting(default, text, **roles):
 
     resume="free": a resumed run may have it otherwise, since it changes no weight; resume="never": what is
     saved would not fit; neither: only with resume_anyway. inherited=True: a warm start takes it from its GRPO
-    run. in_card=True: the model card shows it.
+    run. in_card=True: the model card shows it. instead_of=names: of these and this one only one can be given.
+    goes_with=name: it has no effect where that one is off. belongs_to=names: it is given for these, and goes
+    with them. none_words, aliases: further words for None, further names of the setting.
     """
     return field(default=default, metadata={"help": text, **roles})
 
@@ -65,7 +68,10 @@ class TrainConfig:
     answer_column: str | None = setting(None, "column of the answer", inherited=True)
     solution_column: str | None = setting(None, "column of the worked solution", inherited=True)
     limit: int | None = setting(
-        None, "use the first N problems of the data only, held-out ones included", inherited=True
+        None,
+        "use the first N problems of the data only, held-out ones included; all: no limit",
+        inherited=True,
+        none_words=("all",),
     )
     answer_format: str = setting(
         "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), inherited=True, in_card=True
@@ -96,7 +102,10 @@ class TrainConfig:
         "grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
     )
     overwrite_output_dir: bool = setting(
-        False, "write into an output_dir that holds a run already; its checkpoints and logs go", resume="free"
+        False,
+        "write into an output_dir that holds a run already; its checkpoints and logs go",
+        resume="free",
+        instead_of=("resume",),
     )
     resume: bool = setting(
         False,
@@ -112,8 +121,12 @@ class TrainConfig:
         None, "minutes after which to save and stop as on SIGTERM, for jobs with a time limit", resume="free"
     )
     batch_size: int = setting(7, "problems a step, over all processes", in_card=True)
-    num_steps: int = setting(500, "steps (of each outer iteration)")
-    num_epochs: float | None = setting(None, "passes over the problems, instead of num_steps", in_card=True)
+    num_steps: int | None = setting(
+        None, f"steps (of each outer iteration), instead of num_epochs; {STEPS} where neither is given"
+    )
+    num_epochs: float | None = setting(
+        None, "passes over the problems, instead of num_steps", in_card=True, instead_of=("num_steps",)
+    )
     max_minutes: float | None = setting(
         None, "stop after the step that passes this much training time, then save as usual", resume="free"
     )
@@ -165,11 +178,18 @@ class TrainConfig:
         resume="free",
     )
     eval_problems: int = setting(
-        100, "held-out problems, cut from the training split by hash; 0: none", inherited=True
+        100,
+        "held-out problems, cut from the training split by hash; 0: none",
+        inherited=True,
+        goes_with="eval_every",
     )
-    keep_best: bool = setting(False, "keep the model with the best held-out accuracy in output_dir/best")
+    keep_best: bool = setting(
+        False, "keep the model with the best held-out accuracy in output_dir/best", goes_with="eval_every"
+    )
     patience: int = setting(
-        0, "stop after N evaluations in a row without a better held-out accuracy; 0: never"
+        0,
+        "stop after N evaluations in a row without a better held-out accuracy; 0: never",
+        goes_with="eval_every",
     )
     save_every: int = setting(
         0,
@@ -202,24 +222,32 @@ class TrainConfig:
     project: str = setting("grpo-m3po", "project of the run in a tracker", resume="free")
     run_name: str | None = setting(None, "its name there (default: the name of output_dir)", resume="free")
     push_to_hub: bool = setting(False, "upload the finished model with its card", resume="free")
-    hub_model_id: str | None = setting(None, "repository to push to: user/name", resume="free")
-    hub_private: bool = setting(True, "make that repository private, where it is new", resume="free")
+    hub_model_id: str | None = setting(
+        None, "repository to push to: user/name", resume="free", goes_with="push_to_hub"
+    )
+    hub_private: bool = setting(
+        True, "make that repository private, where it is new", resume="free", goes_with="push_to_hub"
+    )
     trust_remote_code: bool = setting(False, "run code that comes with a model", inherited=True)
     lora_r: int = setting(
         0, "rank of LoRA adapters (peft); 0: full fine-tuning", resume="never", inherited=True, in_card=True
     )
-    lora_alpha: int = setting(64, "LoRA: adapters count alpha / r", inherited=True, in_card=True)
+    lora_alpha: int = setting(
+        64, "LoRA: adapters count alpha / r", inherited=True, in_card=True, goes_with="lora_r"
+    )
     lora_target_modules: list[str] | None = setting(
         None,
         "LoRA: names of the layers that get adapters (default: every linear layer but the head; fused "
         "experts are none and stay frozen unless named, which is said)",
         resume="never",
         inherited=True,
+        goes_with="lora_r",
     )
     save_adapter: bool = setting(
         False,
         "LoRA: also write the adapter alone into output_dir/adapter; output_dir itself holds merged weights",
         resume="free",
+        goes_with="lora_r",
     )
 
     def __post_init__(self):
@@ -228,6 +256,7 @@ class TrainConfig:
         object.__setattr__(self, "gradient_checkpointing", checkpointing)
         if self.report_to == ["none"]:
             object.__setattr__(self, "report_to", None)
+        self._choose_length()
         self._check_numbers()
         self._check_choices()
         self._check_lora()
@@ -238,9 +267,20 @@ class TrainConfig:
             remedy = "evaluation needs held-out problems; set eval_every 0 to do without it"
             raise SettingError("eval_problems", 0, remedy)
 
+    def _choose_length(self):
+        """A number of steps that is given takes the place of the default number of epochs."""
+        if self.num_steps is None:
+            if self.num_epochs is None:
+                object.__setattr__(self, "num_steps", STEPS)
+        elif self.num_epochs == type(self).num_epochs:
+            object.__setattr__(self, "num_epochs", None)
+        elif self.num_epochs is not None:
+            beside = f"cannot stand beside num_steps={self.num_steps}: give one of the two"
+            raise SettingError("num_epochs", self.num_epochs, beside)
+
     def _check_numbers(self):
-        sizes = "batch_size num_steps max_prompt_length max_completion_length max_bad_steps lora_alpha"
-        optional_sizes = "limit num_processes micro_batch_tokens"
+        sizes = "batch_size max_prompt_length max_completion_length max_bad_steps lora_alpha"
+        optional_sizes = "num_steps limit num_processes micro_batch_tokens"
         counts = "eval_every eval_problems save_every keep_checkpoints patience"
         durations = "num_epochs max_minutes stop_after"
         rates = "learning_rate weight_decay max_grad_norm"

@@ -1,15 +1,23 @@
 """The model card and the upload."""
 
+import json
+import shutil
+
 import pytest
+import torch
+import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from transformers import pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
+import grpo_eval
 import grpo_train
+import sft_train
 from errors import RunError, SettingError
 from reporting import card
+from reporting.files import read_run_config
 from running.parsing import parse_config
-from small_recipes import config_of
+from small_recipes import config_of, missing
 
 
 def test_the_card_tells_what_was_done_and_loads(recipe_run):
@@ -31,13 +39,16 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path,
     def create_repo(self, repository, **options):
         calls.append((repository, options))
 
-    def upload_folder(self, **options):
+    def upload_folder(self, folder_path, **options):
+        shutil.copytree(folder_path, tmp_path / "hub")  # what the links point to
         calls.append(options)
         return "https://example.org/me/mine"
 
     monkeypatch.setattr(card.HfApi, "create_repo", create_repo)
     monkeypatch.setattr(card.HfApi, "upload_folder", upload_folder)
     settings = dict(push_to_hub=True, hub_model_id="me/mine", save_every=1)
+    (tmp_path / "mine.py").write_text("def mine(completions, **k):\n    return [0.0] * len(completions)\n")
+    settings |= dict(reward=[f"{tmp_path}/mine.py:mine"], reward_set="grpo_m3po")
     config = config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **settings)
     grpo_train.train(config)
     (tmp_path / "out" / "wandb" / "run").mkdir(parents=True)
@@ -47,12 +58,20 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path,
     files = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()]
     patterns = {name: upload[name] for name in ("allow_patterns", "ignore_patterns")}
     sent = set(filter_repo_objects(files, **patterns))
-    needed = "README.md config.json model.safetensors tokenizer.json generation_config.json"
+    needed = "README.md config.json model.safetensors tokenizer.json generation_config.json "
+    needed += "run_config.yaml metrics.jsonl"
     assert set(needed.split()) <= sent
-    assert not any("/" in name or "jsonl" in name or "run_config" in name for name in sent), (
-        "no checkpoint, no log, no path of this machine"
+    assert not any("/" in name or name in ("rollouts.jsonl", "evaluations.jsonl") for name in sent), (
+        "no checkpoint, no log of completions"
     )
-    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    hub = tmp_path / "hub"
+    assert sent == {str(path.relative_to(hub)) for path in hub.rglob("*")}
+    machine = (str(tmp_path).encode(), str(recipe_start).encode())
+    for path in hub.rglob("*"):
+        assert not any(name in path.read_bytes() for name in machine), f"{path} holds a path of this machine"
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda model, name: str(hub / name))
+    there = grpo_eval.Config(model="me/mine", dataset=str(recipe_start))
+    assert (there.answer_format, there.max_completion_length) == ("xml", config.max_completion_length)
     assert any("checkpoint-1/" in name for name in files)
     assert "uploaded to https://example.org/me/mine" in capsys.readouterr().out
 
@@ -73,3 +92,65 @@ def test_the_saved_model_loads_in_a_plain_pipeline(recipe_run):
         "generated_text"
     ][-1]
     assert reply["role"] == "assistant"
+
+
+def test_a_hub_model_without_settings_or_a_hub_that_cannot_be_asked_gives_none(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.warns(UserWarning, match="me/mine: the hub cannot be asked for its run_config.yaml"):
+        assert read_run_config("me/mine") == {}
+    assert read_run_config("a_folder_that_is_not_there") == {}
+
+
+def test_the_card_tells_what_came_before(tmp_path):
+    """A supervised start is half of what the model knows, and the card was silent about it."""
+    for name, model, steps in (("sft", "me/base", 7), ("out", str(tmp_path / "sft"), 3)):
+        (tmp_path / name).mkdir()
+        settings = dict(model=model, dataset="openai/gsm8k")
+        (tmp_path / name / "run_config.yaml").write_text(yaml.safe_dump(settings))
+        line = {"step": steps, "train_seconds": 60}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    shutil.copytree(tmp_path / "sft", tmp_path / "out" / "warm_start")
+    settings = dict(lora_r=0, answer_format="xml", max_completion_length=8, num_generations=2)
+    settings |= dict(versions={}, commit="c", dataset="d")
+    chain = settings | dict(model=str(tmp_path / "sft"), warm_start="none")
+    text = card.model_card(chain, tmp_path / "out", "s", "d", [])
+    assert "sft was made: 7 steps of supervised fine-tuning on openai/gsm8k, from me/base." in text
+    assert "base_model: me/base" in text
+    warm = settings | dict(model="me/base", warm_start="warm.yaml")
+    text = card.model_card(warm, tmp_path / "out", "s", "d", [])
+    assert "A warm start came first: 7 steps of supervised fine-tuning on openai/gsm8k" in text
+    plain = settings | dict(model="me/base", warm_start="none")
+    assert "fine-tuning" not in card.model_card(plain, tmp_path / "out", "s", "d", [])
+
+
+@missing("peft")
+def test_an_adapter_names_its_base_and_loads_with_peft_s_auto_classes(recipe_start, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    settings = dict(lora_r=4, save_adapter=True, learning_rate=0.1, eval_every=0, eval_problems=0)
+    settings |= dict(max_completion_length=64)
+    sft_train.train(config_of("math_sft", recipe_start, tmp_path / "out", sft_train, **settings))
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(recipe_start / "model", dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        theirs, ours, before = (model(ids).logits for model in (adapted, merged, plain))
+    assert torch.allclose(theirs, ours, atol=1e-4)
+    assert not torch.allclose(before, ours, atol=1e-2)
+
+
+def test_an_adapter_over_a_base_of_this_machine_is_not_uploaded(tmp_path):
+    for name, base in (("hub", "me/base"), ("here", str(tmp_path))):
+        (tmp_path / name / "adapter").mkdir(parents=True)
+        settings = json.dumps({"base_model_name_or_path": base})
+        (tmp_path / name / "adapter" / "adapter_config.json").write_text(settings)
+        (tmp_path / f"{name}_staged").mkdir()
+        card._stage(tmp_path / name, tmp_path / f"{name}_staged")
+    assert (tmp_path / "hub_staged" / "adapter" / "adapter_config.json").exists()
+    assert not (tmp_path / "here_staged" / "adapter").exists()

@@ -1,5 +1,6 @@
 """Evaluating a saved model: records, reports, and going on after a kill."""
 
+import datetime
 import json
 import math
 import os
@@ -7,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 from test_sft_train import encoded
@@ -346,3 +350,36 @@ def test_two_processes_killed_and_gone_on_with_by_one_give_the_same_numbers(many
     whole, left_alone = grpo_eval.evaluate(grpo_eval.Config(**settings | dict(name="whole", batch_size=64)))
     assert texts_of(folder) == texts_of(left_alone)
     assert {**report, "seconds": 0} == {**whole, "seconds": 0}
+
+
+def test_columns_of_dates_decimals_and_bytes_do_not_end_an_evaluation_that_is_paid_for(
+    saved, tokenizer, undrawn, tmp_path
+):
+    """`--by` wrote them as JSON when all questions were answered, and ended in a traceback."""
+    rows = {
+        "question": ["Ann has 12 pens."] * 2,
+        "answer": ["12"] * 2,
+        "day": [datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)],
+        "price": [Decimal("1.50"), None],
+        "raw": [b"ab", b"cd"],
+        "tags": [["a"], []],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "test.parquet")
+    config = grpo_eval.Config(
+        model=str(saved / "model"),
+        dataset=str(tmp_path),
+        by=["day", "price", "raw", "tags"],
+        max_completion_length=4,
+        output_dir=str(tmp_path / "eval"),
+    )
+    report, folder = grpo_eval.evaluate(config)
+    assert set(report["accuracy_by_day"]) == {"2024-01-01", "2024-01-02"}
+    assert set(report["accuracy_by_price"]) == {"1.50", "none"}
+    written = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert written[0]["by"]["raw"] == "b'ab'"
+
+
+def test_two_evaluations_of_one_second_have_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    config = SimpleNamespace(dataset="d", split="test", name=None, output_dir="eval_runs")
+    assert grpo_eval.new_folder(config, "m") != grpo_eval.new_folder(config, "m")

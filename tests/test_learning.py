@@ -514,6 +514,15 @@ def test_only_adapters_are_trained_and_scoring_equals_sampling(family, tokenizer
     assert trained == {name for name, p in model.named_parameters() if ".lora_" in name}
 
 
+@pytest.mark.parametrize("package", ["optimum", "some_package_of_its_author"])
+def test_a_package_that_is_missing_while_a_model_loads_is_one_line(package, tmp_path):
+    """Quantised weights and code that comes with a model need packages; the run ended in a traceback."""
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "code.Config"}, "model_type": "own"}')
+    (tmp_path / "code.py").write_text(f"import {package}\n")
+    with pytest.raises(SettingError, match=f"needs a package that is missing: .*{package}"):
+        load_model(str(tmp_path), None, torch.float32, torch.device("cpu"), trust_remote_code=True)
+
+
 def test_a_saved_model_holds_its_adapters_and_the_adapter_alone_loads_in_peft(tokenizer, tmp_path):
     peft = pytest.importorskip("peft")
     for family in FAMILIES:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import grpo_eval
 import grpo_train
 import sft_train
-from errors import SettingError
+from errors import RewardError, SettingError
 from rewards import REWARD_SETS
 from small_models import paid
 from small_recipes import config_of, missing
@@ -169,3 +169,78 @@ def test_trl_s_own_rewards_run_unchanged_here(recipe_start, tmp_path):
         solution=["\\frac{1}{2}"],
     )
     assert totals == [1.0]
+
+
+def test_what_trl_tells_a_reward_is_told_here_and_what_it_logs_is_kept(recipe_start, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n"
+        "    async def __call__(self, completions, subject, trainer_state, log_extra, log_metric, **k):\n"
+        "        log_extra('subject', subject)\n"
+        "        log_metric('progress', trainer_state.global_step / trainer_state.max_steps)\n"
+        "        return [float(i) for i in range(len(completions))]\n"
+        "mine = Mine()\n"
+    )
+    settings = dict(reward=[f"{tmp_path}/mine.py:mine"], reward_weights=[2.0], dynamic_sampling=1)
+    grpo_train.train(config_of("math_grpo", recipe_start, tmp_path / "out", grpo_train, **settings))
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["progress"] for m in metrics] == [0.0, 0.5]
+    assert metrics[0]["reward/Mine"] == 3.5
+    rollouts = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
+    for record in rollouts:
+        number = int(record["question"].split()[2])
+        assert record["extra"] == {"subject": ("Algebra", "Geometry")[number % 2]}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def mine(completions, tests, **kwargs):\n    return [0.0]\n", "mine needs tests"),
+        ("def mine(log_metric, **kwargs):\n    log_metric('reward', 1)\n    return [0.0] * 8\n", "'reward'"),
+    ],
+)
+def test_a_reward_that_asks_for_what_is_not_there_or_takes_a_name_ends_in_one_line(
+    source, message, recipe_start, tmp_path
+):
+    (tmp_path / "mine.py").write_text(source)
+    config = config_of(
+        "math_grpo", recipe_start, tmp_path / "out", grpo_train, reward=[f"{tmp_path}/mine.py:mine"]
+    )
+    with pytest.raises((SettingError, RewardError), match=message):
+        grpo_train.train(config)
+
+
+@missing("trl")
+def test_a_trl_reward_that_asks_for_the_worked_solution_gets_it(recipe_start, tmp_path):
+    """`solution` was the bare answer, whatever the data had."""
+    seen = []
+
+    def looks(completions, solution, **kwargs):
+        seen.extend(solution)
+        return [0.0] * len(completions)
+
+    config = config_of("math_grpo", recipe_start, tmp_path / "out", grpo_train, num_steps=1)
+    grpo_train.train(config, reward_functions=[(looks, 1.0)])
+    assert all(text.startswith("It is \\boxed{") for text in seen)
+
+
+def test_the_oneshot_recipe_is_that_of_its_package():
+    """It was 500 steps of 8 problems without a checkpoint."""
+    recipe = yaml.safe_load((ROOT / "configs" / "oneshot.yaml").read_text())
+    package = dict(num_epochs=1, batch_size=4, num_generations=16, save_every=100)
+    package |= dict(max_prompt_length=256, max_completion_length=200, adam_beta2=0.99, weight_decay=0.1)
+    assert {name: recipe.get(name) for name in package} == package
+    assert "num_steps" not in recipe
+
+
+def test_each_recipe_of_another_script_has_an_output_dir_of_its_own():
+    """One recipe after the other was refused: both wrote into grpo_finetuned_model."""
+    names = ("m3po_paper", "multi_reward", "math_sft", "math_grpo", "oneshot")
+    folders = [yaml.safe_load((ROOT / "configs" / f"{n}.yaml").read_text())["output_dir"] for n in names]
+    assert len(set(folders)) == len(names)
+    assert "grpo_finetuned_model" not in folders
+    assert "output_dir" not in yaml.safe_load((ROOT / "configs" / "gsm8k.yaml").read_text())
+
+
+def test_the_math_recipe_starts_from_the_model_of_its_script():
+    recipe = yaml.safe_load((ROOT / "configs" / "math_sft.yaml").read_text())
+    assert recipe["model"] == "Qwen/Qwen2.5-Math-1.5B-Instruct"

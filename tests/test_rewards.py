@@ -1,9 +1,12 @@
 """Extraction, number reading and rewards on cases worked by hand, and on shared graded completions."""
 
+import asyncio
+import functools
 import json
 import math
 import random
 import sys
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,9 @@ from rewards import (
     ANSWER_FORMATS,
     REWARD_SETS,
     SYSTEM_PROMPT,
+    RewardLog,
     binary_correctness_reward,
+    check_parameters,
     combined_reward,
     compute_rewards,
     correctness_reward,
@@ -789,8 +794,9 @@ def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
     columns = reward_columns(load_problems(str(tmp_path)), ["x", "y"], [[1], [2]], "xml")
     assert columns["tests"] == [["f(1) == 2"], None]
     assert columns["source"] == [None, "book"]
-    assert columns["answer"] == ["1", "2"]
-    assert "level" not in columns
+    assert columns["answer"] == columns["solution"] == ["1", "2"]
+    assert columns["level"] == [None, "3"]
+    assert columns["question"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["step", "timeout", "gather", "functions", "columns"])
@@ -808,3 +814,132 @@ def test_a_column_of_the_data_may_have_any_name(name):
     functions = [(lambda **given: given[name], 1.0)]
     grpo_train.score(SimpleNamespace(config=config), functions, sampled, 0)
     assert sampled.rewards == [7.0, 7.0]
+
+
+def test_a_reward_function_gets_the_data_as_it_is(tmp_path):
+    """`subject`, `level`, `type`, `id` and the question were left out, and `solution` was the answer."""
+    row = {"problem": "a", "answer": "1", "solution": "So \\boxed{1}.", "type": "Algebra", "level": "Level 5"}
+    row |= {"unique_id": "x/1", "id": 7}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    columns = reward_columns(load_problems(str(tmp_path)), ["x"], [[1]], "xml")
+    assert {name: columns[name] for name in row} == {name: [value] for name, value in row.items()}
+    assert columns["question"] == ["a"]
+    assert columns["subject"] == ["Algebra"]
+    assert columns["reference_answer"] == ["1"]
+
+
+def test_the_columns_of_the_oneshot_package_are_read_and_given(tmp_path):
+    row = {"question": "a", "reference_answer": "1,000", "reference_solution": "So.\n#### 1,000"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    [problem] = load_problems(str(tmp_path))
+    assert (problem.answer, problem.solution) == ("1000", "So.\n#### 1000")
+    columns = reward_columns([problem], ["x"], [[1]], "xml")
+    assert (columns["reference_answer"], columns["reference_solution"]) == (["1000"], ["So.\n#### 1,000"])
+
+    def theirs(*, prompts, completions, reference_answer, **_):
+        return [float(reference == "1000") for reference in reference_answer]
+
+    assert compute_rewards([(theirs, 1.0)], columns)[0] == [1.0]
+
+
+def test_a_solution_column_that_is_named_is_the_solution(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "1", "worked": "It is 1."}\n')
+    [problem] = load_problems(str(tmp_path), columns={"solution": "worked"})
+    assert reward_columns([problem], ["x"], [[1]], "xml")["solution"] == ["It is 1."]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        dict(answer=["Sold 72.\n#### 72"]),
+        dict(reference_answer=["72"]),
+        dict(solution=["It is \\boxed{72}."]),
+        dict(solution=["72"]),
+    ],
+)
+def test_our_rewards_take_the_reference_from_the_columns_that_trl_s_data_has(columns):
+    """GSM8K's own answers, which are solutions, paid 0 in TRL's trainer without a word."""
+    completion = "<reasoning>\nso\n</reasoning>\n<answer>\n72\n</answer>\n"
+    for function in (
+        correctness_reward,
+        strict_correctness_reward,
+        combined_reward,
+        binary_correctness_reward,
+    ):
+        assert function(prompts=["p"], completions=[completion], **columns)[0] >= 1.0
+    assert hash_reward(completions=["#### 72"], **columns) == [1.0]
+
+
+class Judge:
+    """A reward that is an object, with a coroutine to call, as TRL takes them."""
+
+    def __init__(self):
+        self.loops = set()
+
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0)
+        self.loops.add(asyncio.get_running_loop())
+        return [1.0, None][: len(completions)]
+
+
+def test_coroutines_objects_and_partials_are_rewards():
+    """A coroutine ended the run, and an object beside a wrong number of weights did in a traceback."""
+
+    async def scored(completions, scale, **kwargs):
+        return [scale] * len(completions)
+
+    judge = Judge()
+    functions = [(judge, 1.0), (functools.partial(scored, scale=2.0), 1.0)]
+    for _ in range(2):
+        totals, parts = paid(functions, ["p"] * 2, ["x", "y"])
+        assert (totals, parts) == ([3.0, 2.0], {"Judge": [1.0, None], "scored": [2.0, 2.0]})
+    assert len(judge.loops) == 1, "a client that a first call opened lives in its loop"
+
+    async def inside():
+        return paid(functions[:1], ["p"] * 2, ["x", "y"])[0]
+
+    assert asyncio.run(inside())[0] == 1.0, "a notebook has a loop that runs already"
+
+
+def test_a_coroutine_that_raises_is_named():
+    async def fails(**kwargs):
+        raise OSError("no route")
+
+    with pytest.raises(RewardError, match="reward function fails at step 3 raised OSError: no route"):
+        paid([(fails, 1.0)], ["p"], ["x"], step=3)
+
+
+def test_a_function_without_kwargs_gets_what_it_names_and_one_that_needs_more_is_refused():
+    def short(completions, answer):
+        return [float(a) for a in answer]
+
+    assert paid([(short, 1.0)], ["p"], ["x"], answer=["7"])[0] == [7.0]
+    check_parameters([(short, 1.0)], {"completions", "answer"})
+    with pytest.raises(ValueError, match="short needs answer, which is not among completions, prompts"):
+        check_parameters([(short, 1.0)], {"completions", "prompts"})
+
+
+def test_a_class_in_place_of_an_object_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("class Judge:\n    def __call__(self, **k):\n        return [0.0]\n")
+    with pytest.raises(ValueError, match="Judge is a class: name an object of it"):
+        load_reward(f"{tmp_path}/mine.py:Judge")
+
+
+def test_what_functions_log_is_kept_by_completion_and_by_step():
+    def logs(completions, log_extra, log_metric, **kwargs):
+        log_extra("parsed", [Decimal("1.5"), {("a", 1): 2}])
+        log_metric("share", 0.25)
+        log_metric("share", 0.75)
+        return [0.0, 1.0]
+
+    log = RewardLog([{}, {}])
+    compute_rewards([(logs, 1.0), (logs, 1.0)], dict(completions=["x", "y"]), log=log)
+    assert log.rows[0] == {"parsed": "1.5", "parsed_2": "1.5"}
+    assert log.rows[1]["parsed"] == "{('a', 1): 2}"
+    assert log.metrics == {"share": [0.25, 0.75, 0.25, 0.75]}
+
+    def logs_one(log_extra, **kwargs):
+        log_extra("parsed", [1])
+
+    with pytest.raises(RewardError, match="'parsed'.* has 1 values for 2 completions"):
+        compute_rewards([(logs_one, 1.0)], dict(completions=["x", "y"]), log=log)

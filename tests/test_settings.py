@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import grpo_eval
 import grpo_train
 import sft_train
+from errors import DataError
 from grpo_train import Config
 from problems.prompts import template_kwargs
+from problems.sources import load_problems
 from reporting import page
 from running.parsing import parse_config, run_main, settings_from_file
 from running.settings import TrainConfig, free_on_resume, names_with
@@ -198,3 +201,186 @@ def test_settings_are_read_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def parsed(script, flags="", text=None, folder=None):
+    """The settings that flags and the text of a YAML file make."""
+    if text is not None:
+        (folder / "c.yaml").write_text(text)
+        flags = f"--config {folder / 'c.yaml'} {flags}"
+    return parse_config(script.Config, flags.split())
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "text", "expected"),
+    [
+        (sft_train, "--num_steps 5", None, dict(num_steps=5, num_epochs=None)),
+        (sft_train, "", "num_steps: 5\n", dict(num_steps=5, num_epochs=None)),
+        (sft_train, "--num_steps 5", "num_epochs: 2\n", dict(num_steps=5, num_epochs=None)),
+        (sft_train, "--num_epochs 1", "num_steps: 5\n", dict(num_steps=None, num_epochs=1.0)),
+        (sft_train, "--num-epochs none", None, dict(num_steps=500, num_epochs=None)),
+        (sft_train, "--num-epochs none", "num_epochs: 2\n", dict(num_steps=500, num_epochs=None)),
+        (sft_train, "", "num_epochs: none\nnum_steps: 4\n", dict(num_steps=4, num_epochs=None)),
+        (sft_train, "", None, dict(num_steps=None, num_epochs=1.0)),
+        (grpo_train, "", None, dict(num_steps=500, num_epochs=None)),
+        (grpo_train, "--num_steps 3", "num_epochs: 1\n", dict(num_steps=3, num_epochs=None)),
+        (grpo_train, "--max_steps 3", "num_train_epochs: 1\n", dict(num_steps=3, num_epochs=None)),
+        (grpo_train, "--num_epochs 1", "num_steps: 3\n", dict(num_steps=None, num_epochs=1.0)),
+        (grpo_train, "--reward_set math", "reward: no.py:f\n", dict(reward=None, reward_set="math")),
+        (grpo_train, "--reward_set math", "reward_weights: [1, 2]\n", dict(reward_weights=None)),
+        (
+            grpo_train,
+            "--reward_weights 1 2 3",
+            "reward_set: oneshot\nreward_weights: [3, 2, 1]\n",
+            dict(reward_set="oneshot", reward_weights=[1.0, 2.0, 3.0]),
+        ),
+        (
+            grpo_train,
+            "--overwrite_output_dir",
+            "resume: true\n",
+            dict(resume=False, overwrite_output_dir=True),
+        ),
+        (
+            grpo_train,
+            "--resume",
+            "overwrite_output_dir: true\n",
+            dict(resume=True, overwrite_output_dir=False),
+        ),
+        (
+            grpo_train,
+            "--lora_r 0",
+            "lora_r: 4\nlora_alpha: 8\nlora_target_modules: [q]\n",
+            dict(lora_alpha=64),
+        ),
+        (grpo_train, "--m3po_lambda 0", "m3po_similarity: mean\n", dict(m3po_similarity="distribution")),
+        (grpo_train, "--eval_every 0", "keep_best: true\npatience: 3\n", dict(keep_best=False, patience=0)),
+        (grpo_eval, "--ask a", "questions: b\n", dict(ask="a", questions=None)),
+        (grpo_eval, "--temperature 0", "temperature: 1\ntop_p: 0.5\n", dict(top_p=1.0)),
+    ],
+)
+def test_what_is_given_at_the_stronger_level_silences_the_other(script, flags, text, expected, tmp_path):
+    """`sft_train.py --num_steps 5` ran 7,495 steps, since its default is an epoch."""
+    config = parsed(script, flags, text, tmp_path)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_steps_given_from_python_or_for_a_warm_start_take_the_place_of_the_default_epoch(tmp_path):
+    assert sft_train.Config(num_steps=5).num_epochs is None
+    assert sft_train.Config(num_steps=5, num_epochs=None).num_steps == 5
+    (tmp_path / "warm.yaml").write_text("num_steps: 6\nlora_r: 0\n")
+    warm = sft_train.warm_start_settings(Config(warm_start=str(tmp_path / "warm.yaml")))
+    assert (warm.num_steps, warm.num_epochs) == (6, None)
+
+
+TOGETHER = [
+    (sft_train, "num_steps 5 num_epochs 2"),
+    (sft_train, "num_steps 500 num_epochs 1"),
+    (grpo_train, "num_steps 5 num_epochs 1"),
+    (grpo_train, "reward_set math reward no.py:f"),
+    (grpo_train, "resume true overwrite_output_dir true"),
+    (grpo_eval, "ask a questions b"),
+    (grpo_eval, "ask a api http://localhost"),
+    (grpo_eval, "m3po true ask a"),
+]
+
+
+@pytest.mark.parametrize(("script", "given"), TOGETHER)
+@pytest.mark.parametrize("in_file", [True, False])
+def test_two_settings_of_one_level_that_take_each_other_s_place_are_refused(script, given, in_file, tmp_path):
+    words = given.split()
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    flags = " ".join(f"--{name} {value}" for name, value in pairs)
+    text = "".join(f"{name}: {value}\n" for name, value in pairs)
+    with pytest.raises(grpo_train.SettingError, match="give one of the two") as error:
+        parsed(script, "", text, tmp_path) if in_file else parsed(script, flags)
+    assert all(name in str(error.value) for name, _ in pairs)
+
+
+def test_steps_and_epochs_from_python_are_refused_together():
+    with pytest.raises(grpo_train.SettingError, match="num_epochs=2.*num_steps=5.*give one of the two"):
+        sft_train.Config(num_steps=5, num_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "needed"),
+    [
+        (grpo_train, "--lora_alpha 8", "lora_r=0"),
+        (grpo_train, "--m3po_lambda 0 --m3po_temperature 0.5", "m3po_lambda=0.0"),
+        (grpo_train, "--m3po_lambda 0 --m3po_similarity mean", "m3po_lambda=0.0"),
+        (grpo_train, "--rollout_is_cap 3", "rollout_is='none'"),
+        (grpo_train, "--eval_every 0 --eval_problems 50", "eval_every=0"),
+        (grpo_train, "--hub_model_id me/mine", "push_to_hub=False"),
+        (sft_train, "--keep_best", "eval_every=0"),
+        (grpo_eval, "--top_p 0.9", "temperature=0.0"),
+        (grpo_eval, "--top_k 9", "temperature=0.0"),
+        (grpo_eval, "--m3po_lambda 0.2", "m3po=False"),
+        (grpo_eval, "--api_model a", "api=None"),
+        (grpo_eval, "--ask a --num_samples 4 --temperature 1", "one answer"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_with_the_one_it_needs(script, flags, needed):
+    with pytest.raises(grpo_train.SettingError) as error:
+        parsed(script, flags)
+    assert needed in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "expected"),
+    [
+        (
+            grpo_train,
+            "--cross_path_lambda 0.2 --cross-path-temp 0.3",
+            dict(m3po_lambda=0.2, m3po_temperature=0.3),
+        ),
+        (grpo_train, "--max_new_tokens 7 --max_steps 8", dict(max_completion_length=7, num_steps=8)),
+        (grpo_train, "--model-name m --wandb-project p", dict(model="m", project="p")),
+        (
+            sft_train,
+            "--sft_data_path d --unique-train-examples all",
+            dict(dataset="d", unique_train_examples=None),
+        ),
+        (sft_train, "--unique_train_examples 5 --lr 1e-4", dict(unique_train_examples=5, learning_rate=1e-4)),
+        (
+            grpo_eval,
+            "--model_path m --max-new-tokens 7 --limit all",
+            dict(max_completion_length=7, limit=None),
+        ),
+    ],
+)
+def test_flags_of_the_original_scripts_are_taken(script, flags, expected, tmp_path):
+    config = parsed(script, flags)
+    assert {name: getattr(config, name) for name in expected} == expected
+    words = flags.split()
+    lines = [f"{n[2:].replace('-', '_')}: {v}\n" for n, v in zip(words[::2], words[1::2], strict=True)]
+    config = parsed(script, "", "".join(lines), tmp_path)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "hint"),
+    [
+        (grpo_train, "--use-wandb", "--report_to wandb"),
+        (grpo_train, "--enable_m3po", "m3po_lambda"),
+        (grpo_train, "--enable_m3po true", "m3po_lambda"),
+        (grpo_train, "--sft_data_path d", "sft_train.py"),
+        (grpo_train, "--reward_funcs a b", "reward_set"),
+        (grpo_train, "--resume_from_checkpoint d", "--resume"),
+        (sft_train, "--use_wandb", "--report_to wandb"),
+        (grpo_train, "--unique_train_examples all", "limit"),
+    ],
+)
+def test_flags_of_the_original_scripts_that_say_something_else_are_refused_with_a_hint(script, flags, hint):
+    with pytest.raises(grpo_train.SettingError) as error:
+        parsed(script, flags)
+    assert hint in str(error.value)
+
+
+def test_two_weights_for_one_reward_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(completions, **kwargs):\n    return [0.0]\n")
+    with pytest.raises(grpo_train.SettingError, match="the weights stand in reward="):
+        parsed(grpo_train, f"--reward {tmp_path}/mine.py:mine=0.5 --reward_weights 2")
+
+
+def test_columns_named_for_generated_problems_are_refused():
+    with pytest.raises(DataError, match="arithmetic is generated and has no columns"):
+        load_problems("arithmetic", columns={"answer": "final"})
