@@ -179,9 +179,8 @@ class TrainConfig:
     )
     eval_problems: int = setting(
         100,
-        "held-out problems, cut from the training split by hash; 0: none",
+        "held-out problems, cut from the training split by hash; 0, and for GRPO eval_every 0: none",
         inherited=True,
-        goes_with="eval_every",
     )
     keep_best: bool = setting(
         False, "keep the model with the best held-out accuracy in output_dir/best", goes_with="eval_every"

@@ -308,7 +308,6 @@ def test_steps_and_epochs_from_python_are_refused_together():
         (grpo_train, "--m3po_lambda 0 --m3po_temperature 0.5", "m3po_lambda=0.0"),
         (grpo_train, "--m3po_lambda 0 --m3po_similarity mean", "m3po_lambda=0.0"),
         (grpo_train, "--rollout_is_cap 3", "rollout_is='none'"),
-        (grpo_train, "--eval_every 0 --eval_problems 50", "eval_every=0"),
         (grpo_train, "--hub_model_id me/mine", "push_to_hub=False"),
         (sft_train, "--keep_best", "eval_every=0"),
         (grpo_eval, "--top_p 0.9", "temperature=0.0"),

@@ -222,7 +222,7 @@ def test_what_is_taught_as_the_end_ends_decoding_everywhere_and_is_saved_with_th
     assert "a completion ends on: ['<|endoftext|>', '<|im_end|>']" in capsys.readouterr().out
     assert load_solver(base["model"]).decoder.tables.eos_ids == ends
     asked = grpo_eval.Config(model=base["model"], dataset=shared["dataset"], output_dir=str(tmp_path))
-    assert grpo_eval.LocalModel(asked, torch.device("cpu")).decoder.tables.eos_ids == ends
+    assert grpo_eval.LocalModel(asked, asked.model, torch.device("cpu")).decoder.tables.eos_ids == ends
 
 
 def test_raw_rows_are_trained_on_sampled_and_evaluated_as_one_text(tokenizer, tmp_path):
@@ -253,7 +253,7 @@ def test_raw_rows_are_trained_on_sampled_and_evaluated_as_one_text(tokenizer, tm
     assert all(line["completion"].startswith("<think>") for line in lines)
     asked = grpo_eval.Config(model=start, dataset=str(data), split="train", output_dir=str(tmp_path / "e"))
     kept = {}
-    model = grpo_eval.LocalModel(asked, torch.device("cpu"))
+    model = grpo_eval.LocalModel(asked, asked.model, torch.device("cpu"))
     model.ask([0, 1], lambda i, answers: kept.update({i: answers[0].text}))
     assert [question.prompt for question in model.questions] == [row["prompt"] for row in rows]
     assert kept[0].startswith("<think>")
