@@ -65,6 +65,7 @@ SHOWN = {
     "update_seconds": "update s",
     "skipped": "SKIPPED:",
 }
+OF_THE_RUN = ("step", "bad_examples", "train_seconds", "rollout_seconds", "reward_seconds", "update_seconds")
 
 
 @dataclass(frozen=True)
