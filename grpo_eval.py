@@ -265,6 +265,7 @@ class LocalModel:
         interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
         compiled = config.torch_compile
         self.decoder = GroupDecoder(model, tokenizer, think_end, interaction, compiled=compiled)
+        self.decoder.choose_path()
 
     def ask(self, indices, keep):
         """Answer the questions at these indices, and call keep(index, answers) as each one ends."""

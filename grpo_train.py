@@ -65,8 +65,6 @@ SHOWN = {
     "update_seconds": "update s",
     "skipped": "SKIPPED:",
 }
-
-
 OF_THE_RUN = ("step", "bad_examples", "train_seconds", "rollout_seconds", "reward_seconds", "update_seconds")
 
 
@@ -257,6 +255,7 @@ def train(config, reward_functions=None, problems=None):
         decoder = GroupDecoder(
             sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
         )
+        decoder.choose_path()  # refuses a model that it does not decode as an uncached forward would
         steps = steps_to_do(config, len(problems))
         total = steps * config.outer_iterations
         learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)

@@ -147,6 +147,8 @@ def train(config, outer=None):
         refuse_other_start(config, problems + held_out, sampler)
         think_end = ANSWER_FORMATS[config.answer_format].think_end
         decoder = GroupDecoder(sampler, tokenizer, think_end, compiled=config.torch_compile)
+        if sampler is not policy:
+            decoder.choose_path()
         total = steps_to_do(config, len(pairs))
         learner = make_learner(config, run.accelerator, policy, None, decoder, total)
 

@@ -73,6 +73,7 @@ def load_solver(
     end_answers_on(prompting.eos_id(tokenizer), tokenizer, loaded)
     think_end = ANSWER_FORMATS[prompting.answer_format].think_end
     decoder = GroupDecoder(loaded, tokenizer, think_end, compiled=torch_compile)
+    decoder.choose_path()
     return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
 
 

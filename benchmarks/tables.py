@@ -308,11 +308,21 @@ def suite():
     )
 
 
+def families():
+    """What becomes of each shape, and how often."""
+    cases, result = values("families")
+    outcomes = [m["outcome"] for m in cases.values()]
+    rows = [[case, outcome.replace("|", "/")] for case, outcome in zip(cases, outcomes, strict=True)]
+    kinds = ("equal to plain transformers", "slower path", "refused")
+    counts = ", ".join(f"{sum(o.startswith(kind) for o in outcomes)} {kind}" for kind in kinds)
+    return f"{table(['shape', 'outcome'], rows)}\n\n{len(rows)} shapes: {counts}. `{where(result)}`."
+
+
 TABLES = {
     make.__name__: make
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, scoring, suite),
-        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness),
+        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families),
     )
 }
 

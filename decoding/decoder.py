@@ -35,6 +35,13 @@ class GroupDecoder:
         """Seconds that capturing steps has taken so far, and compiling them."""
         return self.engine.setup_seconds
 
+    def choose_path(self):
+        """Choose the path, fast or plain, and test it: refuses a model that neither serves.
+
+        The first decode does it too; here it is done before anything else is.
+        """
+        self.engine.choose_backbone()
+
     @torch.no_grad()
     def rollout(self, prompts, sampling, uniforms=None, interact=True):
         """Sample G completions for each of B prompts (lists of ids).

@@ -8,14 +8,17 @@ stays between calls and grows when a call needs more.
 import functools
 import os
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
-from decoding.any_model import PlainBackbone
+from decoding.any_model import PlainBackbone, UncachedBackbone, far_apart
 from decoding.fast_model import FastBackbone, kernels, why_not
-from decoding.rollout import to_device
+from decoding.rollout import Sampling, to_device
+from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_logits
 from decoding.step import Rows, StepKind, by_group, mix_step, real_scores, sample_step
+from errors import SettingError
 from m3po_module import products
 
 
@@ -58,8 +61,7 @@ class Engine:
         Returns how many rows to decode at once, and how many prompt slots there are.
         """
         started = time.perf_counter()
-        if self.backbone is None:
-            self._choose_backbone()
+        self.choose_backbone()
         self.backbone.reclaim_weights()
         G, limit, longest = sampling.num_generations, sampling.max_new_tokens, max(map(len, prompts))
         total = len(prompts) * G
@@ -80,17 +82,71 @@ class Engine:
             self._capture(started)
         return batch, slots
 
-    def _choose_backbone(self):
-        reason, self.backbone = why_not(self.model) if self.fast else "", None
+    def choose_backbone(self):
+        """Take the fastest path that gives what an uncached forward of the model gives; once is enough."""
+        if self.backbone is not None:
+            return
+        reason = why_not(self.model) if self.fast else ""
         if reason is None:
-            self.backbone = FastBackbone(self.model, self.compiled and self.on_cuda)
-            reason = "its forward is not what its config says" if self.backbone.differs() else None
-        if reason:
-            _say(f"decoder: the plain path, which is slower ({reason})")
+            self._take(FastBackbone(self.model, self.compiled and self.on_cuda))
+            reason = "its forward is not what its config says" if self._differs() else None
         if reason is not None:
-            self.backbone = PlainBackbone(self.model)
-        self.captures = self.on_cuda and self.backbone.refills
+            self._take(PlainBackbone(self.model))
+            if wrong := self._wrong_with_cache():
+                self._take(UncachedBackbone(self.model))
+                reason = f"without a cache: {wrong}"
+                with one_line_of(self.model.name_or_path, "cannot be decoded step by step"):
+                    if self._differs():
+                        what = "gives other logits when it is decoded step by step: take another family"
+                        raise SettingError("model", self.model.name_or_path, what)
+        if reason:
+            say(f"decoder: the plain path, which is slower ({reason})")
+
+    def _take(self, backbone):
+        self.backbone, self.captures = backbone, self.on_cuda and backbone.refills
         self.compiled = self.compiled and self.captures
+
+    def _wrong_with_cache(self):
+        """What is wrong with the model's own cache, or None."""
+        try:
+            with one_line_of("", "its own cache fails"):
+                return "with its own cache it gives other logits" if self._differs() else None
+        except SettingError as error:
+            return str(error).removeprefix("model='': ").partition(": take")[0]
+
+    @torch.no_grad()
+    def _differs(self):
+        """Whether a prefill, and steps between which rows leave, differ from uncached forwards on ids."""
+        G, sequences = 8 if self.on_cuda else 2, probe_rows(self.model)
+        prompts = [row[:length] for row, length in zip(sequences, PROMPTS, strict=True)]
+        first, second = (row[length:] for row, length in zip(sequences, PROMPTS, strict=True))
+        # The first and the last row go on as the probe rows do; all others go on otherwise.
+        written = [first, *[second] * (G - 1), *[first] * (G - 1), second]
+        assigned = [SimpleNamespace(slot=slot, path=path) for slot in range(2) for path in range(G)]
+        self.grouped, watched = True, [0, 2 * G - 1]
+        self._reserve(Sizes(2 * G, 2, 64, NEW, 2, G, 0))
+        self._reset(2, Sampling(NEW, G))
+        self.admit(prompts, dict(enumerate(assigned)), None)
+        self.find_paths(assigned)
+        made = [self.rows.logits[watched].clone()]
+        for t in range(NEW):
+            rows = self.rows.first(len(assigned))
+            rows.t.add_(1)
+            tokens = to_device([ids[t] for ids in written], self.device)
+            self.backbone.decode(self.backbone.embed(tokens), rows, self.row_of_path)
+            made.append(rows.logits[watched].clone())
+            if t == 1:
+                kept = [watched[1], *range(1, G - 1), watched[0]]
+                self.select_rows(kept, longest=2)
+                written, assigned = ([column[row] for row in kept] for column in (written, assigned))
+                self.find_paths(assigned)
+                watched = [G - 1, 0]
+        self.reserved = Sizes()  # the first call reserves what it needs
+        theirs = uncached_logits(self.model)
+        wanted = torch.stack([x[length - 1 :] for x, length in zip(theirs, PROMPTS, strict=True)])
+        made = torch.stack(made, 1)[..., : wanted.shape[-1]]
+        # weights that broke since they were loaded are no fault of the path
+        return bool(wanted.isfinite().all()) and far_apart(made, wanted)
 
     def _default_rows(self, tokens):
         """How many rows to decode at once by default; on CUDA those that half of the free memory holds."""
@@ -161,7 +217,7 @@ class Engine:
         seconds = time.perf_counter() - started
         self.setup_seconds += seconds
         how = "compiled and captured" if self.compiled else "captured"
-        _say(f"decoder: {how} for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s")
+        say(f"decoder: {how} for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s")
 
     def admit(self, prompts, assignments, uniforms):
         """Begin sequences: {row: Assignment}, whole groups in the order of `prompts`; uniforms or None."""
@@ -257,6 +313,6 @@ def sizes_up_to(n):
     return sizes[: next(i for i, size in enumerate(sizes) if size >= n) + 1]
 
 
-def _say(text):
+def say(text):
     if int(os.environ.get("RANK", 0)) == 0:
         print(text, flush=True)

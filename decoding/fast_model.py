@@ -270,16 +270,6 @@ class FastBackbone:
             x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], positions)
         )
 
-    def differs(self):
-        """Whether this is not the model's own forward, for a model whose config does not show that."""
-        self.reserve(1, 1, 64, 1)
-        ids = list(range(8))
-        input_ids = torch.tensor([ids], device=self.head_weight.device)
-        theirs = self.model(input_ids=input_ids).logits[0, -1].float()
-        ours = self._prefill([ids], [0])[0, : len(theirs)].float()
-        tolerance = 0.05 if self.logit_dtype == torch.bfloat16 else 1e-3
-        return bool((ours - theirs).norm() > tolerance * theirs.norm())
-
     def row_bytes(self, tokens):
         """Memory of a row with a prompt of its own and `tokens` tokens in all."""
         numbers = len(self.layers) * 2 * self.shape.key_heads * self.shape.head_dim * tokens + 2 * self.width

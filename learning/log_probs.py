@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import attend_without_mask, model_body, real_logits, softcap
+from decoding.any_model import attend_without_mask, head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
 from m3po_module import blend
 
@@ -105,7 +105,7 @@ class Scorer(nn.Module):
         return embeds.to(torch.bfloat16) if self.autocast["enabled"] else embeds
 
     def _score(self, hidden, targets, temperature):
-        raw = self.model.get_output_embeddings()(hidden)  # (m, W), the only place where logits exist
+        raw = head_output(self.model, hidden)  # (m, W), the only place where logits exist
         cap = softcap(self.model)
         temperature = torch.full((), temperature, device=raw.device)
         cap = None if cap is None else torch.full((), cap, device=raw.device)

@@ -5,13 +5,19 @@ import hashlib
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from decoding.any_model import check_head, model_body
+from decoding.any_model import far_apart, model_body
+from decoding.engine import say
+from decoding.self_test import check_model, check_train_mode, one_line_of, probe_rows, scored, uncached_logits
 from decoding.tokens import arithmetic_tokenizer
 from errors import SettingError, one_line
 from learning.parallel import whole
+
+# State-space models whose kernels read the weight of out_proj without calling it; peft refuses it there.
+READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+ADAPTER_NOISE = 0.05  # of adapters that are tried out: large enough to show
 
 
 def rollout_dtype(config):
@@ -31,22 +37,18 @@ def load_tokenizer(name, trust_remote_code=False):
 
 
 def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
-    """A causal model in `dtype` without dropout: log-probs that enter a ratio must not be random.
+    """A causal model in `dtype` without dropout or noise: log-probs that enter a ratio must not be random.
 
-    It remembers its source_dtype and source_dropout, in which it is saved. `tiny` is a fresh Llama-shaped
-    model of about 200,000 parameters for the arithmetic problems.
+    It remembers its source_dtype and source_dropout, in which it is saved, and has passed `check_model`.
+    `tiny` is a fresh Llama-shaped model of about 200,000 parameters for the arithmetic problems.
     """
     if name == "tiny":
         return _tiny_model(tokenizer, dtype).to(device)
     config = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
-    source_dtype, text_config = config.dtype or torch.float32, config.get_text_config()
-    dropout = {
-        key: value
-        for key, value in text_config.to_dict().items()
-        if "drop" in key and isinstance(value, float)
-    }
-    for key in dropout:
-        setattr(text_config, key, 0.0)
+    source_dtype, dropout = config.dtype or torch.float32, {}
+    for path, owner, key in random_settings(config, ("drop",)):
+        dropout[path] = getattr(owner, key)
+        setattr(owner, key, 0.0)
     how = dict(config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     model, loading_info = _from_pretrained(AutoModelForCausalLM, name, **how)
     # transformers draws them at random and prints a table
@@ -54,14 +56,46 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
         raise SettingError("model", name, f"{what}: it is half a model, or its config.json is another's")
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     is_name = isinstance(source_dtype, str)
     model.source_dtype = getattr(torch, source_dtype) if is_name else source_dtype
-    model.source_dropout = dropout
     model = model.to(device)
-    check_head(model, name)
+    with one_line_of(name, f"a {config.model_type} model cannot be run on ids"):
+        model.source_dropout = dropout | silence_noise(model)
+    check_model(model, name)
     return model
+
+
+def random_settings(config, words, above=""):
+    """(dotted path, owner, key) of each number of a config, and of those within it, that has such a name."""
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from random_settings(value, words, f"{above}{key}.")
+        elif isinstance(value, float) and any(word in key for word in words):
+            yield f"{above}{key}", config, key
+
+
+def silence_noise(model):
+    """Set the noise that a model adds in train mode (router jitter) to 0; returns the config's {path: value}.
+
+    PhiMoE's jitter is a threshold in evaluation, too: what changes the logits there stays as it is.
+    """
+    words = "jitter", "noise"
+    places = list(random_settings(model.config, words))
+    for module in model.modules():
+        numbers = [key for key, value in vars(module).items() if isinstance(value, float)]
+        places += [("", module, key) for key in numbers if any(word in key for word in words)]
+    given = [getattr(owner, key) for _, owner, key in places]
+    if not any(given):
+        return {}
+    before = uncached_logits(model)
+    for _, owner, key in places:
+        setattr(owner, key, 0.0)
+    if not all(map(torch.equal, before, uncached_logits(model))):
+        for (_, owner, key), value in zip(places, given, strict=True):
+            setattr(owner, key, value)
+    return {path: value for (path, *_), value in zip(places, given, strict=True) if path}
 
 
 def _tiny_model(tokenizer, dtype):
@@ -99,6 +133,9 @@ def check_positions(model, problems, config):
     """Refuse prompts and completions that together reach past the positions the model has."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(len(p.ids) for p in problems)
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):  # they change where a text passes this length
+        positions = rope.get("original_max_position_embeddings") or positions
     if positions is not None and longest + config.max_completion_length > positions:
         what = f"with the longest prompt of {longest} tokens it passes the model's {positions} positions"
         remedy = f"{what}: lower it, or max_prompt_length"
@@ -121,10 +158,12 @@ def load_policy(config, name, tokenizer, device):
     """
     dtype = rollout_dtype(config) if config.lora_r else torch.float32
     policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code)
+    freeze_unreached(policy)
     if config.lora_r:
         torch.manual_seed(config.seed)  # the adapters do not depend on what was drawn before
         add_adapters(policy, config)
-    return policy.train()
+    check_train_mode(policy.train(), name)
+    return policy
 
 
 def load_frozen(config, name, tokenizer, device):
@@ -133,17 +172,53 @@ def load_frozen(config, name, tokenizer, device):
     return model.eval().requires_grad_(False)
 
 
+@torch.enable_grad()
+def freeze_unreached(model):
+    """Freeze, in place, the weights that text never reaches: a vision tower's, keys that no layer reads.
+
+    DDP waits for the gradients of all others. Experts stay as they are: which of them text reaches depends on
+    the text.
+    """
+    ids = torch.tensor([probe_rows(model)[0]], device=model.device)
+    states = model_body(model)(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False)
+    reached = set(leaves(model.get_output_embeddings()(states.last_hidden_state).grad_fn))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    frozen = [(name, p) for name, p in trained if id(p) not in reached and "expert" not in name]
+    for _, parameter in frozen:
+        parameter.requires_grad_(False)
+    if frozen:
+        say(f"frozen, since text never reaches them: {patterns(name for name, _ in frozen)}")
+
+
+def leaves(function):
+    """The ids of the weights that a result depends on, by its grad_fn."""
+    seen, waiting = set(), [function]
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        waiting.extend(above for above, _ in function.next_functions)
+        if hasattr(function, "variable"):
+            yield id(function.variable)
+
+
+def patterns(names, most=6):
+    """Names of weights in one line, their layers' numbers left out."""
+    kinds = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    shown = ", ".join(sorted(kinds)[:most])
+    return f"{shown} and {len(kinds) - most} more" if len(kinds) > most else shown
+
+
 def add_adapters(model, config):
     """Put LoRA adapters into the model, in place, and freeze the rest (https://arxiv.org/abs/2106.09685)."""
     import peft
 
-    wanted = config.lora_target_modules
+    wanted, plain = config.lora_target_modules, [name for name, _ in model.named_parameters()]
     how = dict(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0)
     settings = peft.LoraConfig(target_modules=wanted or "all-linear", **how)
-    if wanted is None:  # every layer of the body that multiplies by a matrix
-        layers = model_body(model).named_modules()
-        matrices = (name for name, module in layers if isinstance(module, (nn.Linear, Conv1D)))
-        settings.target_modules = {name.rsplit(".", 1)[-1] for name in matrices}
+    if wanted is None:
+        settings.target_modules = linear_layers(model)
     try:
         peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
@@ -152,10 +227,83 @@ def add_adapters(model, config):
     if _splits_tied_weights(model):
         remedy = "this model's embedding and head are one matrix: an adapter on one of them would split it"
         raise SettingError("lora_target_modules", wanted, remedy)
+    adapted = dict(_adapted_weights(model, wanted))
+    if sorted(plain) != sorted(name for name, _ in merged_parameters(model)):
+        raise SettingError("lora_target_modules", wanted, "peft wraps layers that cannot be merged again")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    with one_line_of(model.name_or_path, f"adapters on lora_target_modules={wanted} cannot be run"):
+        freeze_unreached(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise SettingError("lora_target_modules", wanted, "text reaches none of these layers")
+        _check_merging(model, adapted, wanted)
+    if wanted is None:
+        _say_what_stays_frozen(model, adapted)
+
+
+@torch.no_grad()
+def _check_merging(model, adapted, wanted):
+    """Refuse adapters that do not give what the plain model gives with them merged; leaves all as it was.
+
+    One layer of each kind is tried: merged copies of all would take the memory of a second model.
+    """
+    first = {patterns([name]): name for name in reversed(adapted)}.values()
+    first = [name for name in first if any(p.requires_grad for p in adapted[name].parameters())]
+    adapters = [p for name in first for p in adapted[name].parameters() if p.requires_grad]
+    given, generator = [parameter.clone() for parameter in adapters], torch.Generator().manual_seed(0)
+    for parameter in adapters:
+        parameter.copy_(ADAPTER_NOISE * torch.randn(parameter.shape, generator=generator))
+    ours = scored(model)
+    weights, plain = {plain_name(name): p for name, p in model.named_parameters()}, {}
+    for name in first:
+        plain[name] = weights[name].data
+        weights[name].data = merged_weight(weights[name], adapted[name]).to(model.dtype)
+    for parameter in adapters:
+        parameter.zero_()
+    theirs = [logits.to(model.dtype) for logits in scored(model)]
+    for name, value in plain.items():
+        weights[name].data = value
+    for parameter, value in zip(adapters, given, strict=True):
+        parameter.copy_(value)
+    if any(map(far_apart, ours, theirs)):
+        what = "the model with adapters on these layers is not the plain one with them merged"
+        raise SettingError("lora_target_modules", wanted, f"{what}: name other layers")
+
+
+def is_matrix_product(layer):
+    """A router may be a subclass of nn.Linear, and give more than a product."""
+    is_linear = isinstance(layer, nn.Linear) and type(layer).__name__.endswith("Linear")
+    return is_linear or isinstance(layer, Conv1D)
+
+
+def linear_layers(model):
+    """The default of lora_target_modules: every layer of the body that is a matrix product, by last names.
+
+    By whole names where others are called so, too.
+    """
+    body = set(model_body(model).modules())
+    named = [(name, layer) for name, layer in model.named_modules() if name]
+    matrices = [(name, layer) for name, layer in named if layer in body and is_matrix_product(layer)]
+    names = {name for name, layer in matrices if layer.weight.requires_grad}
+    if model.config.model_type in READ_UNCALLED:
+        names = {name for name in names if not name.endswith(".out_proj")}
+    last = {name.rsplit(".", 1)[-1] for name in names}
+    return last if {name for name, _ in named if name.rsplit(".", 1)[-1] in last} == names else names
+
+
+def _say_what_stays_frozen(model, adapted):
+    """Say which matrices of the body have no adapter; embeddings never have one by default."""
+    tables = [m.weight for m in model_body(model).modules() if isinstance(m, nn.Embedding)]
+    others = {id(weight) for weight in (*tables, model.get_output_embeddings().weight)}
+    names = {
+        plain_name(n) for n, p in model_body(model).named_parameters() if p.ndim >= 2 and id(p) not in others
+    }
+    without = {name for name in names if ".lora_" not in name and not any(a.endswith(name) for a in adapted)}
+    if without:
+        remedy = "name layers with --lora_target_modules to train others"
+        say(f"LoRA: these matrices get no adapter and stay frozen: {patterns(without)}; {remedy}")
 
 
 def _splits_tied_weights(model):
@@ -166,15 +314,43 @@ def _splits_tied_weights(model):
     return has_adapter and bases[0].weight.data_ptr() == bases[1].weight.data_ptr()
 
 
+def plain_name(name):
+    """The name that a weight has in the model without adapters."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def _adapted_weights(model, wanted=None):
+    """(plain name, tuner layer) of each weight that has an adapter."""
+    from peft.tuners.lora import layer as kinds
+
+    for path, layer in model.named_modules():
+        if isinstance(layer, kinds.ParamWrapper):
+            yield f"{plain_name(path)}.{layer.parameter_name}", layer
+        elif isinstance(layer, (kinds.Linear, kinds.Embedding, kinds._ConvNd)):
+            yield f"{plain_name(path)}.weight", layer
+        elif isinstance(layer, kinds.LoraLayer):
+            remedy = f"{path} becomes a {type(layer).__name__} of peft, whose adapter cannot be merged here"
+            raise SettingError("lora_target_modules", wanted, remedy)
+
+
+def merged_weight(value, layer):
+    return value.float() + layer.get_delta_weight("default").float()
+
+
 def merged_parameters(model):
-    """Name and value of each parameter of the plain model, adapters added to the weights they belong to."""
-    modules = dict(model.named_modules())
+    """Name and value of each parameter of the plain model, adapters added to the weights they belong to.
+
+    In no fixed order: peft takes a wrapped weight out of its module and puts it back in each forward.
+    """
+    adapted = dict(_adapted_weights(model)) if hasattr(model, "peft_config") else {}
     for name, value in model.named_parameters():
-        owner = name.removesuffix(".base_layer.weight")
-        if owner != name:
-            yield f"{owner}.weight", value.float() + modules[owner].get_delta_weight("default").float()
-        elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), value
+        plain = plain_name(name)
+        if ".lora_" in name:
+            continue
+        if plain in adapted:
+            yield plain, merged_weight(value, adapted[plain])
+        else:
+            yield plain, value
 
 
 @torch.no_grad()
@@ -193,9 +369,9 @@ def merged_state(model, dtype, keep=True):
     state = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" not in name:
-            state[name.replace(".base_layer.", ".")] = made[id(parameter)]
+            state[plain_name(name)] = made[id(parameter)]
     for name, value in model.state_dict().items():
-        plain = name.replace(".base_layer.", ".")
+        plain = plain_name(name)
         if ".lora_" not in name and plain not in state:  # buffers
             state[plain] = value.to(dtype).cpu() if value.is_floating_point() else value.cpu()
     return state
@@ -219,9 +395,10 @@ def refresh(copy, policy):
     def every_257th():
         return torch.cat([target.flatten()[::257] for target in copy.parameters()])
 
-    before = every_257th()
-    for target, (_, source) in zip(copy.parameters(), merged_parameters(policy), strict=True):
-        target.copy_(whole(source.detach()))
+    before, targets = every_257th(), dict(copy.named_parameters())
+    for name, source in merged_parameters(policy):
+        targets.pop(name).copy_(whole(source.detach()))
+    assert not targets, f"the policy lacks {min(targets)}"
     return (every_257th() != before).float().mean()
 
 

@@ -245,8 +245,13 @@ def save_model(model, tokenizer, folder, dtype, state=None):
         raise RunError(f"could not save the model to {folder}: {reason}") from error
     settings = json.loads((temporary / "config.json").read_text())
     settings["dtype"] = str(dtype).removeprefix("torch.")
-    dropout = getattr(model, "source_dropout", {})  # 0 in training; saved as it came
-    settings |= {name: value for name, value in dropout.items() if name in settings}
+    for path, value in getattr(model, "source_dropout", {}).items():  # 0 in training; saved as it came
+        *above, name = path.split(".")
+        owner = settings
+        for part in above:
+            owner = owner.get(part, {})
+        if name in owner:
+            owner[name] = value
     write_whole(temporary / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
     # What another save left would be loaded in place of this one: a single file before shards, an adapter.
     new = {file.name for file in temporary.iterdir()}

@@ -46,6 +46,7 @@ def report(config, functions):
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
     answer_format = ANSWER_FORMATS[config.answer_format]
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, compiled=False)
+    decoder.choose_path()
     _print_sampling(model, decoder, config)
     _print_prompt(problems, tokenizer, config)
     _print_work(problems, held_out, skipped, config)

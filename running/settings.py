@@ -236,7 +236,8 @@ class TrainConfig:
     )
     lora_target_modules: list[str] | None = setting(
         None,
-        "LoRA: names of the layers that get adapters (default: all of attention and MLP)",
+        "LoRA: names of the layers that get adapters (default: every linear layer but the head; fused "
+        "experts are none and stay frozen unless named, which is said)",
         resume="never",
         inherited=True,
         goes_with="lora_r",

@@ -385,6 +385,16 @@ def test_texts_longer_than_the_model_s_positions_are_refused(tokenizer):
         check_positions(model, [problem], SimpleNamespace(max_completion_length=13))
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_texts_past_the_length_at_which_positions_change_are_refused(tokenizer, rope_type):
+    """The update reads whole texts, and sampled their beginnings with other positions."""
+    model, problem = build_model("llama", tokenizer), SimpleNamespace(ids=[1] * 50)
+    model.config.rope_parameters = {"rope_type": rope_type, "original_max_position_embeddings": 64}
+    check_positions(model, [problem], SimpleNamespace(max_completion_length=14))
+    with pytest.raises(SettingError, match="64 positions"):
+        check_positions(model, [problem], SimpleNamespace(max_completion_length=15))
+
+
 def test_a_model_that_is_not_there_is_named_with_what_to_do(tokenizer, tmp_path):
     for name in (str(tmp_path / "nothing"), "no-such-org/no-such-model"):
         with pytest.raises(SettingError, match="give a directory or a hub id") as error:

@@ -75,9 +75,10 @@ def test_a_warm_start_leaves_the_held_out_out_and_is_made_again_for_other_settin
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(sft_train, "train", train)
+    run = SimpleNamespace(accelerator=Accelerator(), find_folder=lambda folder: str(folder))
     for flags in ("", "", "--eval_problems 9", "--eval_problems 9 --eval_every 30", "--seed 3"):
         words = f"--config configs/tiny.yaml --output_dir {tmp_path / 'out'} {flags}".split()
-        sft_train.warm_start(parse_config(Config, words), SimpleNamespace(accelerator=Accelerator()))
+        sft_train.warm_start(parse_config(Config, words), run)
     assert [(sft.eval_problems, sft.seed) for sft in made] == [(200, 0), (9, 0), (200, 3)]
 
 

@@ -1,0 +1,105 @@
+"""What a model must show when it is loaded: our paths give what one uncached forward on its ids gives.
+
+A handful of tokens each. L tokens of a row, V ids, E embedding width.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from decoding.any_model import check_head, far_apart, model_body, vocab_logits
+from decoding.rollout import pad_right, to_device
+from errors import SettingError, one_line
+
+PROMPTS, NEW = (9, 5), 4  # tokens of two prompts, and of what is written after each
+
+
+def probe_rows(model):
+    """Two rows of different ids, none of them special: PROMPTS + NEW tokens long."""
+    special = set()
+    for config in (model.config, model.config.get_text_config()):
+        ids = [value for key, value in config.to_dict().items() if key.endswith(("_id", "_ids", "_index"))]
+        special |= {id for value in ids for id in (value if isinstance(value, list) else [value])}
+    usual = [id for id in range(len(model.get_input_embeddings().weight)) if id not in special]
+    count = sum(PROMPTS) + 2 * NEW
+    ids = [usual[i * max(1, len(usual) // count) % len(usual)] for i in range(count)]
+    return ids[: PROMPTS[0] + NEW], ids[PROMPTS[0] + NEW :]
+
+
+@torch.no_grad()
+def uncached_logits(model):
+    """The model's own logits (L, V) of each probe row, by one forward on its ids, in the model's dtype."""
+    rows = [torch.tensor([row], device=model.device) for row in probe_rows(model)]
+    return [model(input_ids=row, use_cache=False).logits[0].to(model.dtype) for row in rows]
+
+
+@contextmanager
+def one_line_of(name, what):
+    """Whatever a model's own code raises becomes one line; nothing random is drawn from the run's draws."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    except (SettingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model's code, and that of a hub's model, may raise anything
+        remedy = f"{what} ({type(error).__name__}: {one_line(error)}): take a model of another family"
+        raise SettingError("model", name, remedy) from error
+
+
+def scored(model):
+    """Logits (L, V) of each probe row from its embeddings, padded at the right, as the update reads it.
+
+    A third row of blended embeddings, as M3PO makes them, must only be read.
+    """
+    rows = probe_rows(model)
+    ids, _ = pad_right(rows, 0)
+    embeds = model.get_input_embeddings()(to_device(ids, model.device))
+    embeds = torch.cat([embeds, embeds.mean(0, keepdim=True)])
+    states = model_body(model)(inputs_embeds=embeds, use_cache=False).last_hidden_state
+    return [vocab_logits(model, states[i, : len(row)]) for i, row in enumerate(rows)]
+
+
+@torch.no_grad()
+def check_model(model, name):
+    """Refuse a model whose embeddings, heads or padded rows do not give what its ids give."""
+    kind, text_config = f"a {model.config.model_type} model", model.config.get_text_config()
+    if getattr(text_config, "hidden_size_per_layer_input", 0):
+        remedy = (
+            f"{kind} reads ids beside their embeddings (per-layer embeddings), which are all that we give"
+        )
+        raise SettingError("model", name, f"{remedy}: take a model of another family")
+    versions = [parameter._version for parameter in model.parameters()]
+    with one_line_of(name, f"{kind} cannot be run on ids and on their embeddings alone"):
+        check_head(model, name)
+        theirs, ours = uncached_logits(model), scored(model)
+        if any(map(far_apart, ours, theirs)):
+            embeds = [
+                model.get_input_embeddings()(torch.tensor([row], device=model.device))
+                for row in probe_rows(model)
+            ]
+            states = [model_body(model)(inputs_embeds=x, use_cache=False).last_hidden_state for x in embeds]
+            alone = [vocab_logits(model, x[0]) for x in states]
+            what = "gives other logits for ids than for their embeddings"
+            if not any(map(far_apart, alone, theirs)):
+                what = "lets what follows a token change its logits: it is not causal"
+            raise SettingError("model", name, f"{kind} {what}: take a model of another family")
+    if versions != [parameter._version for parameter in model.parameters()]:
+        remedy = f"the forward of {kind} changes its own weights: take a model of another family"
+        raise SettingError("model", name, remedy)
+
+
+@torch.no_grad()
+def check_train_mode(model, name):
+    """Refuse a model in train mode that scores a row otherwise the second time, or otherwise than in eval
+    mode."""
+    with one_line_of(name, f"a {model.config.model_type} model cannot be run in train mode"):
+        once, again = scored(model), scored(model)
+        difference = max(float((a - b).abs().max()) for a, b in zip(once, again, strict=True))
+        if difference > (1e-5 if model.dtype == torch.float32 else 0.05):
+            what = f"is random in train mode: two scorings of one row differ by {difference:.2g}"
+            raise SettingError("model", name, f"{what}: set what is random to 0 in its config.json")
+        wanted = scored(model.eval())
+        model.train()
+        if any(map(far_apart, once, wanted)):
+            raise SettingError("model", name, "gives other logits in train mode than in evaluation")
