@@ -1,5 +1,8 @@
 """What a user is told in one line; `status` is the exit status of a script that ends with the error."""
 
+# What torch, the CPU's allocator, cuDNN and cuBLAS say where memory ran out
+NO_MEMORY = ("out of memory", "can't allocate memory", "mha_graph.execute", "ALLOC_FAILED", "NOT_INITIALIZED")
+
 
 def one_line(error, limit=200):
     """The text of an error, or of anything else, as one line of at most `limit` characters."""
@@ -47,3 +50,8 @@ class Interrupted(Exception):
 
 class Stopped(Exception):
     """All processes agreed to stop. Run saves what is finished and ends with 128 + the signal."""
+
+
+def is_out_of_memory(error):
+    """Whether memory ran out. Beside torch, CUDA's libraries take memory too, and have words of their own."""
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)

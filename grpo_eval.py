@@ -348,9 +348,9 @@ def new_folder(config, model):
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
     with together():
-        if not (folder / "report.json").exists():
-            return folder
-        raise SettingError("name", folder.name, f"{folder} holds an evaluation already: give another --name")
+        if (folder / "report.json").exists():
+            problem = f"{folder} holds an evaluation already: give another --name"
+            raise SettingError("name", folder.name, problem)
     return folder
 
 

@@ -106,8 +106,9 @@ class Config(TrainConfig):
     )
     rollout_is: str = setting(
         "none",
-        "token: each token's loss counts min(p / q, rollout_is_cap), p its probability by the update's "
-        "forward and q by the sampler's; none: logp_diff only logs how far apart they are",
+        "token: each token's clipped term, not its KL, is multiplied by min(p / q, rollout_is_cap), p its "
+        "probability by the update's first forward and q by the sampler's; none: logp_diff only logs how far "
+        "apart they are",
     )
     rollout_is_cap: float = setting(2.0, "largest importance weight of rollout_is", goes_with="rollout_is")
     reward_set: str = setting("grpo_m3po", "rewards by name: " + ", ".join(REWARD_SETS), in_card=True)
@@ -154,7 +155,7 @@ class Config(TrainConfig):
     )
     m3po_similarity: str = setting(
         "distribution",
-        "peers are compared by: " + ", ".join(SIMILARITIES) + " (mean: all alike)",
+        "peers are compared by: " + ", ".join(SIMILARITIES) + " (at temperature 1; mean: all alike)",
         in_card=True,
         goes_with="m3po_lambda",
     )
@@ -241,7 +242,9 @@ def train(config, reward_functions=None, problems=None):
     if problems is not None and config.warm_start != "none":
         remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
         raise SettingError("warm_start", config.warm_start, remedy)
-    with Run(config, SHOWN) as run:  # processes and signals; a run that is told to stop saves first
+    with Run(
+        config, SHOWN
+    ) as run:  # processes and signals; one that is told to stop writes a checkpoint first
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         with together():  # where one process cannot load them, all end with its line
@@ -255,8 +258,8 @@ def train(config, reward_functions=None, problems=None):
         decoder = GroupDecoder(
             sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
         )
-        decoder.choose_path()  # refuses a model that it does not decode as an uncached forward would
-        steps = steps_to_do(config, len(problems))
+        decoder.choose_path()  # fast, plain or uncached: the first that gives what an uncached forward does
+        steps = steps_to_do(config, len(problems))  # of one outer iteration
         total = steps * config.outer_iterations
         learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)
         evaluate = partial(held_out_accuracy, run, decoder, held_out)
@@ -272,17 +275,17 @@ def train(config, reward_functions=None, problems=None):
 
             # 2. Sample G completions for each of B problems; with M3PO paths interact while they think.
             with run.timed("rollout_seconds"):
-                batch = next_problems(problems, config.batch_size, run)
+                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass
                 sampled = sample(run, decoder, batch, step)
 
             # 3. Score them, and compare each with its group; silent groups give way to fresh problems.
             with run.timed("reward_seconds"):
                 rewards = score(run, reward_functions, sampled, step)  # (N,) of all processes
-                rewards, replaced = replace_silent_groups(
-                    run, decoder, problems, reward_functions, sampled, rewards
-                )
-                all_advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
-                advantages = all_advantages[run.local_rows].to(run.device)
+            rewards, replaced = replace_silent_groups(
+                run, decoder, problems, reward_functions, sampled, rewards
+            )
+            all_advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+            advantages = all_advantages[run.local_rows].to(run.device)
 
             # 4. mu optimiser steps on the clipped loss, KL inside; then the sampler sees the new weights.
             learning_rate = learner.schedule.get_last_lr()[0]
@@ -304,7 +307,7 @@ def train(config, reward_functions=None, problems=None):
             }
             metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
-            run.finish_step(metrics, sampled.batch)  # evaluates, saves and stops when it is time
+            run.finish_step(metrics, sampled.batch)  # evaluates, writes checkpoints, ends when it is time
     return TrainingResult(run.folder, run.metrics)
 
 
@@ -316,7 +319,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
     float32.
 
     Exactly 0 where all rewards of a group are equal, and where a reward is NaN: no function scored that
-    completion, and it is left out of mean and std.
+    completion. Such a row is left out of mean and std, but counts in N and bears the KL.
     """
     groups = rewards.view(-1, num_generations)
     scored = ~groups.isnan()
@@ -379,7 +382,7 @@ def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, 
 
 def k3_divergence(logp, ref_logp):
     """The k3 estimate of the KL to the reference, a value a token (GRPO, eq. 4)."""
-    log_ratio = (ref_logp - logp).clamp(-20, 20)  # exp() of a far reference would drown every other token
+    log_ratio = (ref_logp - logp).clamp(-20, 20)  # a far token would drown all others; it has no gradient
     return torch.exp(log_ratio) - log_ratio - 1
 
 
@@ -451,7 +454,7 @@ def sample(run, decoder, batch, step, groups=None, retry=0):
 
 
 def sample_groups(config, decoder, batch, step, groups, retry=0):
-    """The same, not interruptible, for given groups."""
+    """Completions of these groups of a batch; only the decoder's own flag interrupts it."""
     if not groups:
         return None
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
@@ -495,10 +498,12 @@ def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rew
         for i, fresh in zip(silent, next_problems(problems, len(silent), run), strict=True):
             sampled.batch[i] = fresh
         local = [i for i in silent if i in run.local_groups]
-        new = sample(run, decoder, sampled.batch, step, local, retry)
+        with run.timed("rollout_seconds"):
+            new = sample(run, decoder, sampled.batch, step, local, retry)
         if new is not None:
-            # not all processes come here, so nothing is gathered
-            _score_rows(config, reward_functions, new, step, gather=lambda values: [])
+            with run.timed("reward_seconds"):
+                # not all processes come here: whether anybody scored anything is not asked
+                _score_rows(config, reward_functions, new, step, gather=lambda values: [])
             first = run.local_groups.start
             sampled.take_groups([i - first for i in local], new, decoder.tables.pad_id)
         rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
@@ -520,7 +525,10 @@ class LossInputs:
 
 @torch.enable_grad()  # a user's reward file that runs a model may have switched gradients off
 def update(learner, rollout, advantages, config):
-    """mu optimiser steps on one rollout; returns metrics. Micro-batches change memory, not gradients."""
+    """mu optimiser steps on one rollout; returns metrics.
+
+    Neither micro-batches nor the number of processes change gradients: normalisers are of the whole batch.
+    """
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
@@ -547,7 +555,7 @@ def update(learner, rollout, advantages, config):
         losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows), strict=True)
         if iteration == 0:
             largest_difference = max(float(row_sum.pop("logp_diff_max")) for row_sum in row_sums)
-        has_stepped, norm = learner.step(losses)
+        has_stepped, norm = learner.step(losses)  # clips; no step where a loss or the norm is not finite
         norms.append(norm)
         if not has_stepped:
             skipped = {"skipped": NOT_FINITE}
@@ -586,12 +594,11 @@ def rows_loss(learner, inputs, config, is_first_pass, rows):
     A, weights = inputs.advantages[index], inputs.weights[index]
     loss, clipped = grpo_loss(logp, old_logp, A, weights, config.clip_range, kl_penalty, importance)
     terms |= clipped
-    if is_first_pass:
-        terms["logp_diff"] = (logp - sampler_logp).abs()
     sums = {name: (value.detach() * inputs.mask[index]).sum() for name, value in terms.items()}
     sums["loss"] = loss.detach()
     if is_first_pass:
-        sums["logp_diff_max"] = (terms["logp_diff"].detach() * rollout.mask[index]).max()
+        logp_diff = (logp.detach() - sampler_logp).abs() * inputs.mask[index]
+        sums |= {"logp_diff": logp_diff.sum(), "logp_diff_max": logp_diff.max()}
     return loss, sums
 
 

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from common import ROOT, evaluate, run_script, write_results
 
+sys.path.insert(0, str(ROOT))
+from running.parsing import parse_config
+
 SAMPLED = ("--num_samples", "4", "--temperature", "1")
 CASES = {
     f"tiny-{kind}-seed{seed}": (seed, lam, False)
@@ -81,7 +84,7 @@ def shuffled_train(argv):
         return advantages[torch.randperm(len(advantages), generator=generator)]
 
     grpo_train.group_advantages = shuffled
-    grpo_train.train(grpo_train.parse_config(grpo_train.Config, argv))
+    grpo_train.train(parse_config(grpo_train.Config, argv))
 
 
 def main():

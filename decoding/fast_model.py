@@ -27,7 +27,7 @@ if torch.cuda.is_available():  # a torch without CUDA comes without triton
         pass  # `why_not` says so
 
 PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
-FEW = 2**16  # numbers in the residual stream up to which few kernels beat kernels that are good at many rows
+FEW = 2**16  # up to this many numbers in the residual stream, few fused kernels are faster
 
 
 class Shape(NamedTuple):
@@ -254,7 +254,7 @@ class FastBackbone:
                 parameter.data = view
 
     def forget(self):
-        """No slot holds a prompt: the sums of a step are as wide as the longest of this call."""
+        """Empty every slot, so that a step attends no further than this call's longest prompt."""
         self.slot_len.zero_()
 
     def reserve(self, rows, slots, prompt, length):

@@ -62,9 +62,8 @@ class Rollout:
     thinking: torch.Tensor  # (N, T) bool, whether the path still thinks after this token
     num_generations: int
     temperature: float
-    mix: torch.Tensor | None = (
-        None  # (B, T, G, G) float32, [b, t, i, j]: weight of path j in path i's input after token t
-    )
+    # (B, T, G, G) float32, [b, t, i, j]: weight of path j in path i's input after token t
+    mix: torch.Tensor | None = None
     lambda_blend: float = 0.0
     input_change: torch.Tensor | None = None  # (N, T) float32, |h - e| / |e|
 

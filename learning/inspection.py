@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from decoding.any_model import vocab_logits
 from decoding.rollout import rollout_uniforms
 from decoding.step import draw
-from errors import SettingError
+from errors import SettingError, is_out_of_memory
 from learning.log_probs import Scorer
 from learning.memory import free_memory, row_lengths
 
@@ -73,7 +73,10 @@ def inspect_group(run, sampler, decoder, sampled, step):
     uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], G, T)
     try:
         effect = interaction_effect(Scorer(sampler, decoder.tables), rollout, uniforms)
-    except torch.OutOfMemoryError:  # a run must not end because of its report
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        # a run must not end because of its report
         remedy = "--inspect_every 0 leaves it out"
         warnings.warn(f"no memory to read a group again without its peers: {remedy}", stacklevel=2)
         free_memory()

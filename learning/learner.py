@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from transformers import get_scheduler
 
-from errors import RunError
+from errors import RunError, is_out_of_memory
 from learning.log_probs import make_scorer
 from learning.memory import REMEDIES, TokenBudget, within_memory
 from learning.parallel import distribute, whole
 
-NOT_FINITE = "loss or gradient not finite"  # why a step was not taken
+NOT_FINITE = "loss or gradient not finite"  # why an optimiser step was not taken
 
 
 @dataclass
@@ -60,7 +60,9 @@ class Learner:
         if has_stepped:
             try:
                 self.optimizer.step()
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise RunError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()

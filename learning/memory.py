@@ -10,7 +10,7 @@ import gc
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from errors import RunError
+from errors import RunError, is_out_of_memory
 from learning.parallel import max_over_processes
 
 # Tokens that a model of FULL_SIZE parameters gets at once by default: more are a little faster and take
@@ -28,7 +28,7 @@ def row_lengths(rollout):
 
 
 def micro_batches(rollout, token_budget):
-    """Lists of row indices, each of at most `token_budget` tokens, padding in; a longer row goes alone.
+    """Lists of row indices, each of at most `token_budget` tokens with padding; a longer row goes alone.
 
     Rows of like length are together. Among the cuts with the fewest batches, the most even one is taken.
     """
@@ -49,7 +49,7 @@ def micro_batches(rollout, token_budget):
 
 
 class TokenBudget:
-    """How many tokens, padding in, go through the policy at once in the update.
+    """How many tokens, with padding, go through the policy at once in the update.
 
     `tokens` is None until there is a rollout to try it on.
     """
@@ -134,7 +134,9 @@ class TokenBudget:
                 p.grad = torch.zeros_like(p)  # they take memory in the real update too
             try:
                 fits = self._extrapolate(accelerator, scorer, rollout, rows, trained)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 wanted //= 2
                 if len(rows) == 1 or sharded:
                     fits = 0
@@ -213,7 +215,9 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
         try:
             _run_micro_batches(accelerator, scorer, batches, one_batch, results)
             break
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             in_last = len(results) == len(batches) - 1
             # the other processes wait for this one
             if isinstance(scorer, FSDPModule) or (in_last and not alone):

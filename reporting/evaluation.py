@@ -27,11 +27,10 @@ def read_evaluation(folder):
 
 
 def write_evaluation(folder, report, records):
-    """Write the records, {name of a file: records}, the report and the picture; the kept answers go."""
+    """Write the records, {name of a file: records}, the report and the picture."""
     for name, rows in records.items():
         write_records(folder / f"{name}.jsonl", rows)
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
-    forget_answers(folder)
     or_warn(draw_evaluation, report, records["samples"], folder)
 
 

@@ -73,7 +73,7 @@ def read_yaml(path):
 def read_run_config(model):
     """The settings that a run or an evaluation wrote into its folder, or that its model on the hub carries.
 
-    None where there is no such file.
+    Empty where there is none.
     """
     path = Path(model) / "run_config.yaml"
     if path.exists():

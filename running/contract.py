@@ -5,10 +5,12 @@ import hashlib
 import inspect
 import json
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 
 from errors import RunError
 from reporting.files import MODEL_FILES
+from rewards import reward_name
 from running.settings import free_on_resume, names_with, resolved
 
 INPUTS = ("data", "held_out", "rewards", "start", "device", "world_size")  # beside the settings
@@ -62,8 +64,7 @@ def rewards_fingerprint(config, functions):
     for spec in getattr(config, "reward", None) or ():
         digest.update(Path(spec.rpartition(":")[0]).read_bytes())
     for function, weight in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        digest.update(f"{name}={weight}".encode())
+        digest.update(f"{reward_name(function)}={weight}".encode())
         if getattr(config, "reward", None) is None and getattr(function, "__module__", "") != "rewards":
             digest.update(_source(function).encode())
     return digest.hexdigest()
@@ -71,6 +72,9 @@ def rewards_fingerprint(config, functions):
 
 def _source(function):
     """The text of a function or of a callable object's class, where Python has it."""
+    if isinstance(function, partial):
+        given = [function.args, function.keywords]
+        return _source(function.func) + json.dumps(given, default=lambda value: type(value).__name__)
     try:
         return inspect.getsource(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):

@@ -29,6 +29,7 @@ from errors import RunError, SettingError
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from reporting.files import FINISHED, LOGS
+from running.folder import DRAWN, FOLDERS
 from running.parsing import parse_config
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torch hands on all but SIGUSR1 by default
@@ -86,9 +87,8 @@ def launch(processes):
 
 def end_with_parent():
     """Let Linux kill this process when the one that started it is gone, however that went."""
-    is_child = (
-        os.environ.get(PARENT) == str(os.getppid()) or "TORCHELASTIC_RUN_ID" in os.environ
-    )  # torchrun's
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    is_child = by_torchrun or os.environ.get(PARENT) == str(os.getppid())
     if is_child and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
@@ -146,11 +146,8 @@ def model_files(folder):
     files = {}
     for path in sorted(Path(folder).rglob("*")):
         top = path.relative_to(folder).parts[0]
-        is_other = top in (*LOGS, FINISHED, "warm_start", "best", "adapter", "trackers") or top[0] == "."
-        is_other = (
-            is_other or top.startswith("checkpoint-") or path.suffix in (".html", ".svg", ".png", ".md")
-        )
-        if path.is_file() and not is_other:
+        is_other = top in (*LOGS, FINISHED, *DRAWN, *FOLDERS, "warm_start", "README.md")
+        if path.is_file() and not (is_other or top.startswith((".", "checkpoint-"))):
             files[str(path.relative_to(folder))] = path.stat().st_size, _sha256(path)
     return files
 
@@ -210,7 +207,7 @@ def _send(folder, files, copy):
 
 
 def _append(copy, name, data):
-    """Write on at a file of a copy, where there is one; returns the error of a disk that does not take it."""
+    """Append to a file of the copy, if this process writes one; returns the OSError, if there is one."""
     try:
         if copy:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)

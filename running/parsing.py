@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from errors import DataError, RewardError, RunError, SettingError, SharedError, one_line
+from errors import DataError, RewardError, RunError, SettingError, SharedError, is_out_of_memory, one_line
 from reporting.files import read_yaml
 
 # Names that other trainers give to these settings: transformers and TRL, OneShotGRPO, H3PO, the MATH scripts.
@@ -328,7 +328,7 @@ def _explain_torch_error(error):
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         remedy = "try a lower batch_size, num_generations or max_completion_length, or a smaller model"
         _exit(f"out of memory ({one_line(error)}): {remedy}", 1)
     if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):

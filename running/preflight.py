@@ -9,6 +9,7 @@ import os
 import shutil
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -187,7 +188,7 @@ def _print_gold(problems, functions, config, decoder):
         ids = decoder.tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)
         return p.opening + decoder.text(ids["input_ids"], ended=False)
 
-    write = lambda answer: answer_format.write("So it is.", answer)  # noqa: E731
+    write = partial(answer_format.write, "So it is.")
     golds = [p.problem.answer for p in problems]
     texts = [as_read(write(p.problem.answer), p) for p in problems]
     totals = _rewards(functions, problems, texts, config)

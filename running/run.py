@@ -34,9 +34,9 @@ class Run:
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
-        self.copies = ExitStack()  # of what only the first of several machines has
+        self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
-        self.problems_drawn = 0  # this step's included; those of progress are without
+        self.problems_drawn = 0  # progress.problems_drawn, and this step's
 
     def __enter__(self):
         self.accelerator = start_processes(self.config)
@@ -251,12 +251,12 @@ class Run:
 
     @contextmanager
     def timed(self, name):
-        """Add the seconds of a part of the step, the device's work included, to its metrics."""
+        """Add the seconds of a part of the step, the device's work included, to those it has taken so far."""
         self._wait_for_device()
         started = time.perf_counter()
         yield
         self._wait_for_device()
-        self.seconds[name] = time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _wait_for_device(self):
         if self.device.type == "cuda":

@@ -136,7 +136,7 @@ class TrainConfig:
     max_completion_length: int = setting(400, "tokens a completion may have", inherited=True, in_card=True)
     micro_batch_tokens: int | None = setting(
         None,
-        "tokens (padding in) at once in the update: changes memory, not gradients (default: what fits)",
+        "tokens (with padding) at once in the update: changes memory, not gradients (default: what fits)",
         inherited=True,
     )
     learning_rate: float = setting(5e-6, "peak learning rate of AdamW", in_card=True)
@@ -295,10 +295,9 @@ class TrainConfig:
         check(self, "lora_r", lambda v: v >= 0, "must be 0 (full fine-tuning) or more")
 
     def _check_choices(self):
-        schedules = ("constant", "linear", "cosine")
-        check(self, "gradient_checkpointing", lambda v: v in ("auto", "on", "off"), "must be auto, on or off")
-        check(self, "lr_scheduler_type", lambda v: v in schedules, "must be constant, linear or cosine")
-        check(self, "optimizer", lambda v: v in ("adamw", "adamw_8bit"), "must be adamw or adamw_8bit")
+        check_one_of(self, "gradient_checkpointing", ("auto", "on", "off"))
+        check_one_of(self, "lr_scheduler_type", ("constant", "linear", "cosine"))
+        check_one_of(self, "optimizer", ("adamw", "adamw_8bit"))
         needs_package(self, "optimizer", self.optimizer == "adamw_8bit", "bitsandbytes", "adamw")
         trackers = "must be of " + ", ".join(TRACKERS) + ", or none"
         check(self, "report_to", lambda v: not v or set(v) <= set(TRACKERS), trackers)
@@ -313,11 +312,11 @@ class TrainConfig:
         if self.fsdp and (self.lora_r or self.optimizer != "adamw"):
             remedy = "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments need no shards"
             raise SettingError("fsdp", True, remedy)
-        if self.lora_target_modules and not self.lora_r:
-            remedy = "there are no adapters without LoRA: set lora_r"
-            raise SettingError("lora_target_modules", self.lora_target_modules, remedy)
-        if self.save_adapter and not self.lora_r:
-            raise SettingError("save_adapter", True, "there is no adapter without LoRA: set lora_r")
+        for name in ("lora_target_modules", "save_adapter"):
+            if getattr(self, name) and not self.lora_r:
+                raise SettingError(
+                    name, getattr(self, name), "there are no adapters without LoRA: set lora_r"
+                )
 
     @property
     def moment_bytes(self):

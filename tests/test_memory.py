@@ -16,7 +16,7 @@ from small_update import small_update
 class SmallMemory(Scorer):
     """Runs out of memory on more than `rows` rows, or now and then in the middle of a backward."""
 
-    rows = 3
+    rows, error = 3, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def forward(self, rollout, rows):
         logp, entropy = super().forward(rollout, rows)
@@ -25,11 +25,19 @@ class SmallMemory(Scorer):
         return logp, entropy
 
     def fail(self, _):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise self.error
 
 
-def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tokenizer, prompts, capsys):
+CUDNN = "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true"
+
+
+@pytest.mark.parametrize("error", [SmallMemory.error, RuntimeError(CUDNN)])
+def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(
+    error, tokenizer, prompts, capsys, monkeypatch
+):
+    """cuDNN says it so; seen where four runs shared a card, after 33 steps of one of them."""
     results = []
+    monkeypatch.setattr(SmallMemory, "error", error)
     for kind in (Scorer, SmallMemory):
         small = small_update(tokenizer, prompts, mu=2, beta=0.1, micro_batch_tokens=10**6)
         small.learner.scorer = kind(small.policy, small.learner.scorer.tables)
