@@ -164,7 +164,7 @@ def train(config, outer=None):
             for remark in Prompting.of(config).remarks(tokenizer, problems):
                 run.say(f"note: {remark}")
 
-        for _ in run.steps(evaluate_first=False):
+        for _ in run.steps(evaluate_first=config.keep_best):  # the start may be the best
             with run.timed("step_seconds"):
                 chosen = next_problems(pairs, config.batch_size, run)
                 local = chosen[shard(len(chosen), run.accelerator)]

@@ -215,8 +215,12 @@ def add_adapters(model, config):
     import peft
 
     wanted, plain = config.lora_target_modules, [name for name, _ in model.named_parameters()]
+    layers, names = [name for name, _ in model.named_modules()], wanted or ()
+    # a name may be that of layers and of fused experts; one that is nothing's is refused below
+    fused = {name for name in names if _called(name, plain)}
+    named = [name for name in names if name not in fused or _called(name, layers)]
     how = dict(r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0)
-    settings = peft.LoraConfig(target_modules=wanted or "all-linear", **how)
+    settings = peft.LoraConfig(target_modules=named or None, target_parameters=fused or None, **how)
     if wanted is None:
         settings.target_modules = linear_layers(model)
     try:
@@ -228,6 +232,11 @@ def add_adapters(model, config):
         remedy = "this model's embedding and head are one matrix: an adapter on one of them would split it"
         raise SettingError("lora_target_modules", wanted, remedy)
     adapted = dict(_adapted_weights(model, wanted))
+    left = settings.target_modules or ()
+    if fused != set(settings.target_parameters or ()):  # peft made gate_up_proj of gate_proj and up_proj
+        names = [name for name in names if name in fused or name in left]
+    if unknown := [name for name in names if not _called(name, map(_layer_of, adapted))]:
+        raise SettingError("lora_target_modules", wanted, f"the model has no layer called {unknown[0]}")
     if sorted(plain) != sorted(name for name, _ in merged_parameters(model)):
         raise SettingError("lora_target_modules", wanted, "peft wraps layers that cannot be merged again")
     for name, parameter in model.named_parameters():
@@ -239,8 +248,7 @@ def add_adapters(model, config):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise SettingError("lora_target_modules", wanted, "text reaches none of these layers")
         _check_merging(model, adapted, wanted)
-    if wanted is None:
-        _say_what_stays_frozen(model, adapted)
+    _say_what_stays_frozen(model, adapted, wanted)
 
 
 @torch.no_grad()
@@ -293,16 +301,30 @@ def linear_layers(model):
     return last if {name for name, _ in named if name.rsplit(".", 1)[-1] in last} == names else names
 
 
-def _say_what_stays_frozen(model, adapted):
-    """Say which matrices of the body have no adapter; embeddings never have one by default."""
+def _called(name, paths):
+    """Those of the layers or weights that a name of lora_target_modules means."""
+    return [path for path in paths if f".{path}".endswith(f".{name}")]
+
+
+def _layer_of(weight):
+    return weight.removesuffix(".weight")
+
+
+def _say_what_stays_frozen(model, adapted, wanted):
+    """Say which matrices of the body have no adapter, of all or of those `wanted`; embeddings never have one
+    by default.
+    """
     tables = [m.weight for m in model_body(model).modules() if isinstance(m, nn.Embedding)]
     others = {id(weight) for weight in (*tables, model.get_output_embeddings().weight)}
     names = {
         plain_name(n) for n, p in model_body(model).named_parameters() if p.ndim >= 2 and id(p) not in others
     }
     without = {name for name in names if ".lora_" not in name and not any(a.endswith(name) for a in adapted)}
+    remedy = "name layers with --lora_target_modules to train others"
+    if wanted is not None:
+        without = {weight for weight in without if any(_called(name, [_layer_of(weight)]) for name in wanted)}
+        remedy = "peft takes their names to mean others"
     if without:
-        remedy = "name layers with --lora_target_modules to train others"
         say(f"LoRA: these matrices get no adapter and stay frozen: {patterns(without)}; {remedy}")
 
 

@@ -120,10 +120,13 @@ def clear(config):
 
 
 def _left_behind(config):
-    """The files and folders of an earlier run in output_dir, but for the run_config.yaml that shows it."""
+    """The files and folders of an earlier run in output_dir, but for the run_config.yaml that shows it; or of
+    the model that is there.
+    """
     folder = Path(config.output_dir)
-    if not (folder / "run_config.yaml").exists():
-        return []
+    if not (folder / "run_config.yaml").exists():  # another tool's model, which is overwritten only if asked
+        names = (*MODEL_FILES, "README.md") if config.overwrite_output_dir else ()
+        return [path for name in names for path in folder.glob(name)]
     names = (*MODEL_FILES, *LOGS, FINISHED, "README.md", *DRAWN, *FOLDERS, "warm_start.json", ".checkpoint.*")
     found = [path for name in names for path in folder.glob(name)]
     numbered = folder.glob("checkpoint-*")

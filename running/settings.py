@@ -255,6 +255,8 @@ class TrainConfig:
         object.__setattr__(self, "gradient_checkpointing", checkpointing)
         if self.report_to == ["none"]:
             object.__setattr__(self, "report_to", None)
+        if self.lora_target_modules == ["all-linear"]:  # peft's word for the default
+            object.__setattr__(self, "lora_target_modules", None)
         self._choose_length()
         self._check_numbers()
         self._check_choices()

@@ -18,7 +18,7 @@ from decoding.self_test import check_model, check_train_mode
 from decoding.tokens import arithmetic_tokenizer
 from errors import SettingError
 from learning.log_probs import Scorer
-from learning.models import load_frozen, load_model, load_policy, merged_state, refresh
+from learning.models import _adapted_weights, load_frozen, load_model, load_policy, merged_state, refresh
 from running.folder import save_model
 
 CPU = torch.device("cpu")
@@ -232,6 +232,37 @@ def test_merged_names_are_the_plain_models_and_values_base_plus_delta(start, wor
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.allclose(again.eval()(ids).logits, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [
+        ("Qwen3 MoE", EXPERTS),
+        ("GPT-OSS", ["q_proj", *EXPERTS]),
+        ("Llama-4, text", ["q_proj", *EXPERTS]),
+        ("Mamba", ["x_proj"]),
+    ],
+)
+def test_whatever_is_named_gets_an_adapter(start, words, shape, targets):
+    """peft passes by names of fused experts beside others that it finds: they stayed frozen in silence."""
+    policy = load_policy(settings(lora_r=4, lora_target_modules=targets), start(shape), words, CPU)
+    adapted = {weight.removesuffix(".weight").rpartition(".")[2] for weight, _ in _adapted_weights(policy)}
+    assert adapted == set(targets)
+
+
+def test_a_name_of_no_layer_is_refused_beside_others(start, words):
+    config = settings(lora_r=4, lora_target_modules=["q_proj", "wrong_proj"])
+    with pytest.raises(SettingError, match="no layer called wrong_proj"):
+        load_policy(config, start("Llama"), words, CPU)
+
+
+def test_named_layers_that_peft_passes_by_are_said(start, words, capsys):
+    """Of DeepSeek it takes the names of an MLP's layers to mean the experts alone."""
+    names = ["gate_proj", "up_proj", "down_proj"]
+    load_policy(settings(lora_r=4, lora_target_modules=names), start("DeepSeek-V3"), words, CPU)
+    said = capsys.readouterr().out
+    assert "stay frozen: layers.*.mlp.down_proj.weight" in said
+    assert "self_attn" not in said
 
 
 def test_experts_that_stay_frozen_are_named(start, words, capsys):

@@ -657,6 +657,21 @@ def test_what_is_overwritten_leaves_nothing_behind_from_the_first_moment(start, 
     assert not any((out / name).read_text() for name in logs)
 
 
+def test_another_tools_model_that_is_overwritten_is_gone_from_the_first_moment(start, tmp_path, monkeypatch):
+    """A killed new run left its run_config.yaml beside a model that it did not make, which was evaluated."""
+    out = tmp_path / "out"
+    shutil.copytree(start / "model", out)
+    for name in ("README.md", "adapter_config.json", "notes.txt"):
+        (out / name).write_text("{}")
+    with pytest.raises(SettingError, match=r"model=.*would be overwritten: choose another output_dir"):
+        grpo_train.train(settings_of(start, out, overwrite_output_dir=True, model=str(out)))
+    monkeypatch.setattr(grpo_train, "say_plan", lambda *args: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        grpo_train.train(settings_of(start, out, overwrite_output_dir=True))
+    logs = ["metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"]
+    assert sorted(contents(out)) == sorted([*logs, "notes.txt", ".lock", "run_config.yaml"])
+
+
 @pytest.mark.parametrize("name", ["model", "reward"])
 def test_a_run_that_reads_what_it_would_overwrite_is_refused(name, start, uninterrupted):
     out = uninterrupted("full")
@@ -684,13 +699,21 @@ def test_a_save_leaves_no_weights_of_another_in_its_place(start, tokenizer, tmp_
     assert not (tmp_path / "adapter_config.json").exists()
 
 
-def test_the_start_is_the_best_until_something_is_better(start, tmp_path, monkeypatch):
-    """There was no best/ at all where nothing was better."""
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_the_start_is_the_best_until_something_is_better(script, start, tmp_path, monkeypatch):
+    """There was no best/ at all where nothing was better; of a supervised run it was the first evaluated."""
     accuracies = iter([0.5, 0.4, 0.5])
     accuracy = lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 4}  # noqa: E731
-    monkeypatch.setattr(grpo_train, "held_out_accuracy", accuracy)
-    settings = dict(eval_every=1, keep_best=True, save_every=0, num_steps=2, outer_iterations=1)
-    grpo_train.train(settings_of(start, tmp_path / "out", **settings))
+    monkeypatch.setattr(script, "held_out_accuracy", accuracy)
+    settings = dict(eval_every=1, keep_best=True, save_every=0, num_steps=2)
+    if script is grpo_train:
+        config = settings_of(start, tmp_path / "out", outer_iterations=1, **settings)
+    else:
+        settings |= dict(
+            model=str(start / "model"), dataset="arithmetic", limit=40, max_completion_length=200
+        )
+        config = sft_train.Config(output_dir=str(tmp_path / "out"), eval_problems=4, **settings)
+    script.train(config)
     best, model = (load_file(f / "model.safetensors") for f in (tmp_path / "out" / "best", start / "model"))
     assert all(torch.equal(tensor, best[name]) for name, tensor in model.items())
 

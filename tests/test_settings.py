@@ -113,6 +113,7 @@ def test_a_bad_setting_is_named_with_its_value_and_what_would_do(flags, words):
         ("--limit none --num-epochs null", dict(limit=None, num_epochs=None)),
         ("--num_epochs 2 --limit=7", dict(num_epochs=2.0, limit=7)),
         ("--lora_r 0 --report_to none --reward_weights none", dict(report_to=None, reward_weights=None)),
+        ("--lora_r 4 --lora_target_modules all-linear", dict(lora_target_modules=None)),
         ("--reward_weights 1 0.5 --mu 2", dict(reward_weights=[1.0, 0.5], mu=2)),
         ("--warm_start none --run_name none", dict(warm_start="none", run_name=None)),
     ],
