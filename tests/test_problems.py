@@ -899,3 +899,13 @@ def test_columns_that_no_answer_comes_from_may_hold_anything(tmp_path):
     assert problem.more["response"] == ["a", "b"]
     with pytest.raises(DataError, match="column 'response' holds list"):
         load_problems(str(tmp_path), responses=True)
+
+
+def test_an_answer_that_the_data_begins_is_read_from_its_beginning(tokenizer):
+    """Its <think> was not the completion's, so that the r1 layout paid 0."""
+    begun = "<think>\nLet me see"
+    chat = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": begun})
+    encoded = Prompting("r1", "S").encoded(tokenizer, Problem("Q", "1", messages=chat))
+    assert encoded.prompt.endswith(begun)
+    rest = Completion([], ".\n</think>\n<answer>\n1\n</answer>", ended=True)
+    assert r1_format_reward(completions=[encoded.answered(rest).text]) == [1.0]
