@@ -80,7 +80,12 @@ class Config:
     model: str = setting("grpo_finetuned_model", "directory or hub id")
     dataset: str | None = from_training("gsm8k", "as for grpo_train.py")
     split: str = setting("test", "split to evaluate on")
-    limit: int | None = setting(None, "the first N problems only; all: no limit", none_words=("all",))
+    limit: int | None = setting(
+        None,
+        "the first N problems only; all: no limit",
+        none_words=("all",),
+        instead_of=("ask", "questions", "compare"),
+    )
     question_column: str | None = from_training(None, "column of the question")
     answer_column: str | None = from_training(None, "column of the answer")
     solution_column: str | None = from_training(None, "column of the worked solution")
@@ -89,11 +94,13 @@ class Config:
     system_prompt_file: str | None = from_training(
         None, "a text file to use instead of the format's own system prompt"
     )
-    system_prompt: str | None = from_training(None, "the same as a text")
+    system_prompt: str | None = from_training(None, "the same as a text", instead_of=("system_prompt_file",))
     prompt_format: str | None = from_training("chat", "chat or raw, as for grpo_train.py")
     chat_template_kwargs: str | None = from_training("{}", "JSON object handed to the chat template")
     by: list[str] | None = setting(
-        None, "columns of the data to report accuracy by, beside subject and level"
+        None,
+        "columns of the data to report accuracy by, beside subject and level",
+        instead_of=("ask", "questions", "compare"),
     )
     max_prompt_length: int | None = from_training(
         512, "longer prompts are skipped and counted; they count as wrong"

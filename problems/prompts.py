@@ -204,7 +204,15 @@ class Prompting:
                 f"the tokenizer makes no token of the prompt {prompt[:60]!r}: "
                 f"it does not belong to this model"
             )
-        return EncodedProblem(problem, prompt, ids, ANSWER_FORMATS[self.answer_format].opening(prompt))
+        return EncodedProblem(problem, prompt, ids, self.opening(problem, prompt))
+
+    def opening(self, problem, prompt):
+        """The end of a prompt that belongs to the answer: what the data begins of it, or a tag it opens."""
+        chosen, last = ANSWER_FORMATS[self.answer_format], (problem.messages or [{"role": ""}])[-1]
+        begun = last["content"] if last["role"] == "assistant" else ""
+        if any(tag in begun for tag in chosen.tags) and begun in prompt:
+            return prompt[prompt.rindex(begun) :]
+        return chosen.opening(prompt)
 
     def eos_id(self, tokenizer):
         """The id that the chat template writes after an answer: training teaches it, decoding waits for it.

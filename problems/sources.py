@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from decimal import Decimal
 from pathlib import Path
 
 from answers.formats import completion_text, extract_answer
@@ -183,7 +184,7 @@ def _problem(where, row, columns, default_id, responses):
     text = {field: _text(where, row, column[field]) for field in ("answer", "solution")}
     answer, solution = _answer_and_solution(text["answer"], text["solution"])
     if columns.get("solution") is None:
-        response = _response(where, row) or response
+        response = _response(where, row, responses) or response
     if response and not answer:
         read = (extract_answer(response, name) for name in ("xml", "boxed", "hash"))
         answer = next(filter(None, read), "")
@@ -194,7 +195,7 @@ def _problem(where, row, columns, default_id, responses):
         raise DataError(
             f"{where}: has no {missing} (columns: {there}); name it with a *_column setting or mend the row"
         )
-    extra = {field: _text(where, row, column) for column, field in EXTRA.items() if column in row}
+    extra = {field: _shown(where, row, column) for column, field in EXTRA.items() if column in row}
     extra = {"id": default_id} | {field: value for field, value in extra.items() if value}
     more = dict(row)
     if named := columns.get("solution"):
@@ -217,11 +218,19 @@ def _question(where, row, column):
     return asked[-1], {"messages": tuple(messages)}, response
 
 
-def _response(where, row):
-    """The response that a row holds, as text or as messages, spaces and all; "" where it holds none."""
+def _response(where, row, needed):
+    """The response that a row holds, as text or as messages, spaces and all; "" where it holds none.
+
+    Where none is needed, a column of this name may hold something else, which is for the rewards.
+    """
     for column in RESPONSE:
-        messages = _chat(where, row, column)
-        text = messages[-1]["content"] if messages else _text(where, row, column, trim=False)
+        try:
+            messages = _chat(where, row, column)
+            text = messages[-1]["content"] if messages else _text(where, row, column, trim=False)
+        except DataError:
+            if needed:
+                raise
+            continue
         if text.strip():
             return text
     return ""
@@ -254,18 +263,28 @@ def _column(where, row, field, named):
     if named is not None and named not in row:
         there = ", ".join(map(str, row))
         raise DataError(f"{where}: has no column {named!r} for the {field}; there are: {there}")
-    return named or next((column for column in COLUMNS[field] if column in row), None)
+    usual = [column for column in COLUMNS[field] if column in row]
+    if field == "solution":  # a `response` may hold something else, for the rewards
+        usual = [column for column in usual if not isinstance(row[column], list | dict)]
+    return named or next(iter(usual), None)
 
 
 def _text(where, row, column, trim=True):
     """A cell as text; empty where there is none, or None or NaN in it."""
     value = row.get(column)
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None or (isinstance(value, float | Decimal) and math.isnan(value)):
         return ""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text or a number")
     text = str(value).strip() if trim else str(value)
     return _whole_characters(where, column, text)
+
+
+def _shown(where, row, column):
+    """A cell that only reports show, as text whatever it holds."""
+    value = row.get(column)
+    is_text = value is None or isinstance(value, str | float)
+    return _text(where, row if is_text else {column: str(value)}, column)
 
 
 def _whole_characters(where, column, text):

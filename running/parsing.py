@@ -71,6 +71,16 @@ REFUSED = {
     "warmup_steps": "is warmup_ratio here, a share of all steps",
     "logging_steps": "is not needed: every step is logged",
 }
+HINTED = {"enable_m3po": "m3po_lambda", "enable_cross_path": "m3po_lambda", "use_wandb": "report_to"}
+
+
+def _hint(name, hints):
+    """Why a name is refused; a script that lacks the setting which its hint names says so."""
+    if name in HINTED and "m3po" in hints and HINTED[name] == "m3po_lambda":
+        return "is --m3po here, which decodes the samples as paths that interact too"
+    if HINTED.get(name, next(iter(hints))) not in hints:
+        return f"belongs to grpo_train.py, where it {REFUSED[name]}"
+    return REFUSED[name]
 
 
 def settings_from_file(config_class, path):
@@ -79,7 +89,7 @@ def settings_from_file(config_class, path):
     for key, value in read_yaml(path).items():
         name = aliases.get(key, key)
         if name in REFUSED and name not in hints:
-            raise SettingError(key, value, REFUSED[name])
+            raise SettingError(key, value, _hint(name, hints))
         if name not in hints:
             meant = _did_you_mean(str(key), hints)
             raise SettingError(key, value, f"no such setting in {path}; --help lists them{meant}")
@@ -207,7 +217,11 @@ def _silenced(config_class, given):
             names.add(field.name)
         if given.keys() & set(field.metadata.get("belongs_to", ())):
             names.add(field.name)
-    return names - given.keys()
+    silenced = names - given.keys()
+    for field in dataclasses.fields(config_class):  # what goes with a silenced one goes with it
+        if field.metadata.get("goes_with") in silenced:
+            silenced |= {field.name} - given.keys()
+    return silenced
 
 
 def _is_off(value):
@@ -249,7 +263,7 @@ class _Refuse(argparse.Action):
     """A flag of other trainers that is refused with a hint."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        raise SettingError(self.dest, values or "", REFUSED[self.dest])
+        raise SettingError(self.dest, values or "", _hint(self.dest, parser.names))
 
 
 def _flags(name):

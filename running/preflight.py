@@ -90,7 +90,9 @@ def _print_sampling(model, decoder, config):
 
 
 def _print_prompt(problems, tokenizer, config):
-    remarks = Prompting.of(config).remarks(tokenizer, problems) or ["the system prompt is in it"]
+    is_given = config.prompt_format == "raw" and problems[0].problem.is_prompt
+    whose = "it is the prompt of the data as it stands" if is_given else "the system prompt is in it"
+    remarks = Prompting.of(config).remarks(tokenizer, problems) or [whose]
     if problems[0].opening:
         remarks.append(f"it opens the answer with {problems[0].opening!r}, which counts as the answer's")
     remarks.append(f"thinking ends at {ANSWER_FORMATS[config.answer_format].think_end!r}")

@@ -88,6 +88,7 @@ class TrainConfig:
         None,
         "the same as a text; that of system_prompt_file is kept here, with the run and its model",
         inherited=True,
+        instead_of=("system_prompt_file",),
     )
     prompt_format: str = setting(
         "chat",
@@ -116,6 +117,7 @@ class TrainConfig:
         False,
         "with resume: although settings, data or the number of processes are not those of the checkpoint",
         resume="free",
+        goes_with="resume",
     )
     stop_after: float | None = setting(
         None, "minutes after which to save and stop as on SIGTERM, for jobs with a time limit", resume="free"
@@ -181,6 +183,7 @@ class TrainConfig:
         100,
         "held-out problems, cut from the training split by hash; 0, and for GRPO eval_every 0: none",
         inherited=True,
+        goes_with="eval_every",
     )
     keep_best: bool = setting(
         False, "keep the model with the best held-out accuracy in output_dir/best", goes_with="eval_every"

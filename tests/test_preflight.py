@@ -128,3 +128,12 @@ def test_what_the_template_does_to_the_words_is_said_in_training_too(
     said = capsys.readouterr().out
     assert said.count("note: the chat template changes the system prompt") == 2
     assert said.count("note: the chat template changes the message of the user") == 2
+
+
+def test_the_check_says_that_a_raw_prompt_is_the_data_s(fault_start, tmp_path, capsys):
+    """It said that the system prompt was in it."""
+    rows = [{"prompt": f"{i} + 1 = ", "answer": str(i + 1)} for i in range(12)]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(dataset=str(tmp_path / "raw.jsonl"), prompt_format="raw")
+    printed = check(settings_of(fault_start, tmp_path / "out", **settings), capsys)
+    assert "prompt: it is the prompt of the data as it stands" in printed

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import datetime as dates
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 import warnings
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
@@ -885,3 +887,25 @@ def test_nothing_can_be_held_out_but_not_everything():
             split_held_out(problems, count)
     with pytest.raises(DataError, match="leave none of 3"):
         split_held_out([Problem("the same", "1")] * 3, 1)
+
+
+def test_columns_that_no_answer_comes_from_may_hold_anything(tmp_path):
+    """A list of subjects, a date as the type or responses of another kind ended the run; so did a Decimal."""
+    row = dict(question="How many?", answer=Decimal("4"), subject=["Algebra", "x"], level=True)
+    row |= dict(type=dates.date(2024, 1, 2), id=b"\x01", response=["a", "b"], completion={"text": "x"})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    [problem] = load_problems(str(tmp_path))
+    assert (problem.answer, problem.level, problem.id) == ("4", "True", "b'\\x01'")
+    assert problem.more["response"] == ["a", "b"]
+    with pytest.raises(DataError, match="column 'response' holds list"):
+        load_problems(str(tmp_path), responses=True)
+
+
+def test_an_answer_that_the_data_begins_is_read_from_its_beginning(tokenizer):
+    """Its <think> was not the completion's, so that the r1 layout paid 0."""
+    begun = "<think>\nLet me see"
+    chat = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": begun})
+    encoded = Prompting("r1", "S").encoded(tokenizer, Problem("Q", "1", messages=chat))
+    assert encoded.prompt.endswith(begun)
+    rest = Completion([], ".\n</think>\n<answer>\n1\n</answer>", ended=True)
+    assert r1_format_reward(completions=[encoded.answered(rest).text]) == [1.0]

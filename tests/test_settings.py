@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import grpo_eval
 import grpo_train
@@ -384,3 +385,57 @@ def test_two_weights_for_one_reward_are_refused(tmp_path):
 def test_columns_named_for_generated_problems_are_refused():
     with pytest.raises(DataError, match="arithmetic is generated and has no columns"):
         load_problems("arithmetic", columns={"answer": "final"})
+
+
+@pytest.mark.parametrize(
+    ("script", "in_file", "flags", "settings"),
+    [
+        (
+            Config,
+            dict(system_prompt="a </reasoning>"),
+            "--system_prompt_file FILE",
+            dict(system_prompt="file"),
+        ),
+        (Config, dict(resume=True, resume_anyway=True), "--overwrite_output_dir", dict(resume_anyway=False)),
+        (grpo_eval.Config, dict(api="http://x", api_model="m"), "--ask hi", dict(api=None, api_model=None)),
+        (grpo_eval.Config, dict(limit=3, by=["level"]), "--ask hi", dict(limit=None, by=None)),
+    ],
+)
+def test_what_is_given_silences_what_goes_with_what_it_silences(tmp_path, script, in_file, flags, settings):
+    """A flag was refused because of what its file had beside the setting that the flag takes the place of."""
+    words = tmp_path / "words.txt"
+    words.write_text("file </reasoning>")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(in_file))
+    given = ["--config", str(tmp_path / "c.yaml"), *flags.replace("FILE", str(words)).split()]
+    config = parse_config(script, given)
+    found = {name: getattr(config, name) for name in settings}
+    assert found == {n: words.read_text() if v == "file" else v for n, v in settings.items()}
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (Config, "--resume_anyway"),
+        (Config, "--eval_every 0 --eval_problems 50"),
+        (grpo_eval.Config, "--questions q.txt --limit 5"),
+        (grpo_eval.Config, "--ask hi --by level"),
+    ],
+)
+def test_a_flag_without_an_effect_is_refused(script, flags):
+    """All questions were answered where five were asked for."""
+    with pytest.raises(grpo_train.SettingError, match=r"has no effect|cannot stand beside"):
+        parse_config(script, flags.split())
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "words"),
+    [
+        (grpo_eval.Config, "--enable_m3po", "is --m3po here"),
+        (grpo_eval.Config, "--use_wandb", "belongs to grpo_train.py"),
+        (sft_train.Config, "--enable_m3po", "belongs to grpo_train.py"),
+        (Config, "--use_wandb", "is --report_to wandb here"),
+    ],
+)
+def test_a_hint_names_a_setting_of_its_script(script, flag, words):
+    with pytest.raises(grpo_train.SettingError, match=words):
+        parse_config(script, [flag])
