@@ -183,7 +183,6 @@ class TrainConfig:
         100,
         "held-out problems, cut from the training split by hash; 0, and for GRPO eval_every 0: none",
         inherited=True,
-        goes_with="eval_every",
     )
     keep_best: bool = setting(
         False, "keep the model with the best held-out accuracy in output_dir/best", goes_with="eval_every"

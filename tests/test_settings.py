@@ -416,7 +416,6 @@ def test_what_is_given_silences_what_goes_with_what_it_silences(tmp_path, script
     ("script", "flags"),
     [
         (Config, "--resume_anyway"),
-        (Config, "--eval_every 0 --eval_problems 50"),
         (grpo_eval.Config, "--questions q.txt --limit 5"),
         (grpo_eval.Config, "--ask hi --by level"),
     ],
