@@ -316,12 +316,11 @@ def run_main(main):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
-        torch = sys.modules.get("torch")
-        if torch and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # its threads can abort a process that exits with them
+        _leave_the_others()
     except (SettingError, DataError, RunError, RewardError) as error:
         _exit(error, error.status)
     except SharedError as error:
+        _leave_the_others()
         _exit_together(error)
     except OSError as error:
         if error.errno not in UNWRITABLE:
@@ -335,6 +334,13 @@ def run_main(main):
         raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _leave_the_others():
+    """End the process group: its threads can abort a process that exits with them. All processes end here."""
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _explain_torch_error(error):
