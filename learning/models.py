@@ -237,7 +237,7 @@ def add_adapters(model, config):
         names = [name for name in names if name in fused or name in left]
     if unknown := [name for name in names if not _called(name, map(_layer_of, adapted))]:
         raise SettingError("lora_target_modules", wanted, f"the model has no layer called {unknown[0]}")
-    if sorted(plain) != sorted(name for name, _ in merged_parameters(model)):
+    if sorted(plain) != sorted(plain_name(n) for n, _ in model.named_parameters() if ".lora_" not in n):
         raise SettingError("lora_target_modules", wanted, "peft wraps layers that cannot be merged again")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
@@ -360,19 +360,17 @@ def merged_weight(value, layer):
 
 
 def merged_parameters(model):
-    """Name and value of each parameter of the plain model, adapters added to the weights they belong to.
+    """(name, parameter, value) of each weight of the plain model; its value has the adapters added.
 
     In no fixed order: peft takes a wrapped weight out of its module and puts it back in each forward.
     """
     adapted = dict(_adapted_weights(model)) if hasattr(model, "peft_config") else {}
-    for name, value in model.named_parameters():
+    for name, parameter in model.named_parameters():
         plain = plain_name(name)
         if ".lora_" in name:
             continue
-        if plain in adapted:
-            yield plain, merged_weight(value, adapted[plain])
-        else:
-            yield plain, value
+        value = merged_weight(parameter, adapted[plain]) if plain in adapted else parameter
+        yield plain, parameter, value
 
 
 @torch.no_grad()
@@ -383,7 +381,7 @@ def merged_state(model, dtype, keep=True):
     that do not `keep` it get None. One tensor at a time goes through the device.
     """
     made = {}
-    for parameter, (_, value) in zip(model_weights(model), merged_parameters(model), strict=True):
+    for _, parameter, value in merged_parameters(model):
         value = whole(value)
         made[id(parameter)] = value.to(dtype).cpu() if keep else None
     if not keep:
@@ -397,11 +395,6 @@ def merged_state(model, dtype, keep=True):
         if ".lora_" not in name and plain not in state:  # buffers
             state[plain] = value.to(dtype).cpu() if value.is_floating_point() else value.cpu()
     return state
-
-
-def model_weights(model):
-    """The parameters that a model without adapters has, in the order of `merged_parameters`."""
-    return [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
 
 
 @torch.no_grad()
@@ -418,7 +411,7 @@ def refresh(copy, policy):
         return torch.cat([target.flatten()[::257] for target in copy.parameters()])
 
     before, targets = every_257th(), dict(copy.named_parameters())
-    for name, source in merged_parameters(policy):
+    for name, _, source in merged_parameters(policy):
         targets.pop(name).copy_(whole(source.detach()))
     assert not targets, f"the policy lacks {min(targets)}"
     return (every_257th() != before).float().mean()

@@ -1,5 +1,6 @@
 """Files that are read and written whole, and the names of those that a run leaves."""
 
+import hashlib
 import json
 import os
 import re
@@ -145,3 +146,9 @@ def read_records(path, broken="end"):
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl; half a line at the end, which is being written, is left out."""
     return list(read_records(Path(folder) / "metrics.jsonl"))
+
+
+def sha256_of(path):
+    """The sha256 of a file, as hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,6 @@ written last. It is made under one fixed temporary name, every file and folder i
 its own name when it is whole. Nothing in it is ever unpickled.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from errors import RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, together, whole
-from reporting.files import FINISHED, LOGS
+from reporting.files import FINISHED, LOGS, sha256_of
 from running.contract import differences, finished_steps, lengthens, noted, refusal, shown
 from running.folder import save_model
 from running.launching import folder_of_first
@@ -321,7 +320,7 @@ def seal(folder):
     entries = {}
     for path in files:
         _sync(path)
-        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     (folder / MANIFEST).write_text(json.dumps(entries, indent=1) + "\n")
     _sync(folder / MANIFEST)
     _sync(folder)
@@ -343,18 +342,13 @@ def damage(folder):
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
-        if _digest(path) != entry["sha256"]:
+        if sha256_of(path) != entry["sha256"]:
             return f"{name} is not what was written (sha256)"
     return None
 
 
 def _is_entry(entry):
     return isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry)
-
-
-def _digest(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path):

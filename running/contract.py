@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from errors import RunError
-from reporting.files import MODEL_FILES
+from reporting.files import MODEL_FILES, sha256_of
 from rewards import reward_name
 from running.settings import free_on_resume, names_with, resolved
 
@@ -87,8 +87,7 @@ def model_fingerprint(name):
         return None
     digest = hashlib.sha256()
     for path in sorted({path for pattern in (*MODEL_FILES, "*.py") for path in Path(name).glob(pattern)}):
-        with open(path, "rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        digest.update(path.name.encode() + bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
 
 

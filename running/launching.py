@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from errors import RunError, SettingError
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
-from reporting.files import FINISHED, LOGS
+from reporting.files import FINISHED, LOGS, sha256_of
 from running.folder import DRAWN, FOLDERS
 from running.parsing import parse_config
 
@@ -125,12 +125,7 @@ def named_files(config):
     named += [("reward", spec.rpartition(":")[0]) for spec in getattr(config, "reward", None) or ()]
     data = Path(config.dataset)
     named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
-    return {(name, str(path)): _sha256(path) for name, path in named if path and Path(path).is_file()}
-
-
-def _sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {(name, str(path)): sha256_of(path) for name, path in named if path and Path(path).is_file()}
 
 
 def refuse_other_start(config, problems, model):
@@ -148,7 +143,7 @@ def model_files(folder):
         top = path.relative_to(folder).parts[0]
         is_other = top in (*LOGS, FINISHED, *DRAWN, *FOLDERS, "warm_start", "README.md")
         if path.is_file() and not (is_other or top.startswith((".", "checkpoint-"))):
-            files[str(path.relative_to(folder))] = path.stat().st_size, _sha256(path)
+            files[str(path.relative_to(folder))] = path.stat().st_size, sha256_of(path)
     return files
 
 
