@@ -5,6 +5,9 @@ import unicodedata
 from fractions import Fraction
 
 from answers.formats import completion_text
+from answers.grammar import NotUnderstood, Unit
+from answers.tokens import RUPEES, ascii_char, tokenise, without_wrapping
+from answers.words import FIGURES, NEGATIONS, OPERATIONS, ORDINALS, UNIT_LETTERS
 
 # Python's own limit for int(). Exponents have the same bound, so that 1e4000000 is never computed.
 MAX_DIGITS = 4300
@@ -18,49 +21,50 @@ IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])(-)\$?)?((?<![0-9./]){INTEGER}/{INTEGER
 
 LETTER = r"[^\W\d_]"
 LONE_LETTER = rf"{LETTER}(?!{LETTER})"
-CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
 LATEX_SPACING = re.compile(
     r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\[,;: ()\[\]]"
 )
 EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 
 # Words that make another value of the number beside them. Scales ("3 (in millions)") and open ends
-# ("3 eggs or more") do so wherever they stand, the others right before or right after the number.
+# ("3 eggs or more") do so wherever they stand, the others right before or after the number and its noun.
 SCALE = re.compile(
     r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?"
     r"|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆]",
     re.IGNORECASE,
 )
+
+
+def _any(words):
+    return "(?:" + "|".join(map(re.escape, sorted(words, reverse=True))) + ")"
+
+
+NOT = _any(NEGATIONS.split())
+FIGURE = _any(FIGURES.split())
+PART = f"(?:{_any(ORDINALS.split())}s?|quarters?)"
+BESIDE = r"[^\w.,:;!?\n]*"  # a dollar, a bracket, a space; no end of a clause
 CHANGED_BEFORE = re.compile(
-    r"\b(?:minus|negative|not|(?:more|less|fewer|greater) than"
-    r"|(?:half|twice|double|triple|root)(?: of)?|sqrt|log|ln|exp|sin|cos|tan)\b\W*$",
+    rf"\b(?:{NOT}(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over|under|above"
+    rf"|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?|sqrt|log|ln|exp|sin|cos|tan|cot|sec|csc"
+    rf"|arc[a-z]{{3}}){BESIDE}$",
     re.IGNORECASE,
 )
+COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]*)?"
 CHANGED_AFTER = re.compile(
-    r"\W*(?:and (?:an?|one) (?:half|quarter|third)|half|halves"
-    r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s"
-    r"|squared|cubed|factorial|pi|mil|mio|mln|mn|bln|bn|mrd)\b",
+    rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
+    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus|squared|cubed"
+    rf"|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo|(?:times|over|under) {FIGURE}"
+    r"|(?:below|under) (?:zero|freezing|sea level)|pi|mil|mio|mln|mn|bln|bn|mrd)\b)",
     re.IGNORECASE,
 )
-# "5m" is five metres; any other lone letter is a variable, a constant or a scale.
-UNIT_LETTERS = "mgslLhdtcpVWANJCF"
+UNIT_WITH_POWER = re.compile(r"[\^²³]|\\(?:frac|degree|textdegree|text|mathrm)(?![a-zA-Z])")
 OPERATOR_AFTER = re.compile(rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^\.\.|^ ?…|^[xX]{LETTER}")
 NOT_PUNCTUATION = set("_!*\\^·‰‱")
 
 
-def ascii_char(char):
-    """The ASCII twin of a character, where it has one."""
-    if char.isspace():
-        return " "
-    if char.isdecimal():  # full-width, Arabic-Indic, Devanagari ...; superscripts are digits but not decimal
-        return str(unicodedata.decimal(char))
-    if "！" <= char <= "～":  # the full-width twins of ASCII
-        return chr(ord(char) - 0xFEE0)
-    return {"Sc": "$", "Pd": "-"}.get(unicodedata.category(char)) or CHARACTERS.get(char, char)
-
-
 def plain_number_text(text):
     """ASCII digits, signs and spaces, `-` for every dash, `$` for every currency sign, no LaTeX spacing."""
+    text = RUPEES.sub("$", text)
     text = text.translate({ord(char): ascii_char(char) for char in set(text)})
     if "\\" in text:
         text = text.replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
@@ -124,13 +128,29 @@ def _is_unit(after, is_money):
     return not (is_overlined or OPERATOR_AFTER.search(after) or CHANGED_AFTER.match(after))
 
 
+def _without_unit(text):
+    r"""Without a unit that has a power or a command: 48 ft², 42\text{ cm}^2, 12 \frac{\text{m}}{\text{s}}."""
+    if not UNIT_WITH_POWER.search(text):
+        return text
+    inside = without_wrapping(text)
+    literal = re.match(rf"[^\d\\{{}}]{{0,40}}{DECIMAL}", inside)
+    after = inside[literal.end() :] if literal else ""
+    if not 0 < len(after) <= 100:
+        return text
+    try:
+        Unit(tokenise(after)).whole(units_only=True)
+    except NotUnderstood:
+        return text
+    return literal[0]
+
+
 def parse_number(text):
     """The one number that a text holds, exact; None where it holds none, several, or one that is changed.
 
     Ignored: currency and percent signs, commas between groups of three, words and units, `x =`, one closing
     full stop, LaTeX spacing. Changed are "7 million", "x - 5" and "2^5".
     """
-    plain = plain_number_text(text) if isinstance(text, str) else ""
+    plain = plain_number_text(_without_unit(text)) if isinstance(text, str) else ""
     span = FIRST_TO_LAST_DIGIT.search(plain)
     literal = LITERAL.fullmatch(span[0]) if span else None
     if literal is None or len(re.sub("[^0-9]", "", span[0])) > MAX_DIGITS:

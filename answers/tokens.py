@@ -1,0 +1,193 @@
+"""A MATH answer cut into tokens, all of it: what is not known becomes a token that no rule reads."""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from answers.words import CURRENCIES
+
+CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
+SUPERSCRIPTS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "+-0123456789n")
+SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+UNICODE = {
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div ", "±": r"\pm ", "≤": r"\le ",
+    "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ",
+    "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∞": r"\infty ", "√": r"\sqrt ", "∛": r"\sqrt[3]",
+    "°": r"\degree ", "º": r"\degree ", "∣": "|", "…": r"\ldots ", "→": r"\to ", "∠": r"\angle ", "′": "'",
+    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "²": "^{2}", "³": "^{3}",
+}  # fmt: skip
+UNICODE |= {chr(code): f"\\{name} " for name, code in (
+    ("alpha", 945), ("beta", 946), ("gamma", 947), ("delta", 948), ("theta", 952), ("lambda", 955), ("mu", 956),
+    ("pi", 960), ("rho", 961), ("sigma", 963), ("tau", 964), ("phi", 966), ("omega", 969), ("Delta", 916),
+    ("Omega", 937), ("Sigma", 931),
+)}  # fmt: skip
+SAME_COMMAND = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "infin": "infty",
+    "varnothing": "emptyset", "leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge",
+    "lt": "<", "gt": ">", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "times": "cdot",
+    "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
+    "degree": "deg", "arcsin": "arcsin", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
+    "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to",
+}  # fmt: skip
+SIZES = re.compile(r"(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut|phantom)$")
+SPACES = {"quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace"}
+TEXTS = {
+    "text", "mbox", "textbf", "textit", "textrm", "textnormal", "textsf", "texttt", "mathrm", "operatorname",
+    "hbox", "rm", "textup", "mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm",
+}  # fmt: skip
+FONTS = {"mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm"}  # of a single letter: a letter as any other
+ACCENTS = {"overline", "bar", "vec", "hat", "overrightarrow", "tilde", "mathbb", "mathcal", "widehat", "dot"}
+BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
+SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
+OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
+RUPEES = re.compile(r"\bRs\.? ?(?=\d)")
+DELIMITERS = ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")
+
+NUMBER = r"\d+(?:\.\d+)?|\.\d+"
+GROUPED = r"\d{1,3}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
+LEXEMES = re.compile(
+    rf"(?P<repeating>(?:\d*)\.(?:\d*)\\(?:overline|bar|dot)\s?\{{\d+\}})"
+    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.,])\d{{1,3}}(?:,\d{{3}})+(?![\d,])(?:\.\d+)?)"
+    rf"|(?P<scientific>(?:{NUMBER})[eE][+-]?\d+(?![a-zA-Z\d]))|(?P<number>{NUMBER})"
+    r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?)"
+    r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"
+    r"|(?P<hspace>\\[hv]space\*?\{[^{}]*\})|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
+    r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)|(?P<word>[a-zA-Z]{2,}['’][a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
+    r"|(?P<sign><=|>=|!=|\*\*|\.\.\.|.)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Token:
+    """kind: number, word, command, sign; `spaced` says whether a space stood before it, `text` whether it stood
+    in \\text{} or its like. Two tokens are equal where they mean the same, however they were spaced.
+    """
+
+    kind: str
+    value: str
+    spaced: bool = False
+    text: bool = False
+
+    @property
+    def key(self):
+        return self.kind, self.value
+
+    def is_(self, *values):
+        return self.kind in ("sign", "command") and self.value in values
+
+
+def ascii_char(char):
+    """The ASCII twin of a character, where it has one."""
+    if char.isspace():
+        return " "
+    if char.isdecimal():  # full-width, Arabic-Indic, Devanagari ...; superscripts are digits but not decimal
+        return str(unicodedata.decimal(char))
+    if "！" <= char <= "～":  # the full-width twins of ASCII
+        return chr(ord(char) - 0xFEE0)
+    return {"Sc": "$", "Pd": "-"}.get(unicodedata.category(char)) or CHARACTERS.get(char, char)
+
+
+def normal_characters(text):
+    """ASCII and LaTeX for what has such a twin; the rest stays as it is."""
+    text = RUPEES.sub("₹", text)
+    text = re.sub("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ]+", lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", text)
+    text = re.sub("[₀-₉]+", lambda match: f"_{{{match[0].translate(SUBSCRIPTS)}}}", text)
+    return "".join(_normal(char) for char in text)
+
+
+def _normal(char):
+    if char in UNICODE:
+        return UNICODE[char]
+    if char in CURRENCIES:
+        return char
+    if unicodedata.decomposition(char).startswith("<fraction>"):
+        top, _, bottom = unicodedata.normalize("NFKC", char).partition("⁄")
+        return rf"\frac{{{top}}}{{{bottom}}}" if bottom else char
+    return ascii_char(char)
+
+
+def without_wrapping(text):
+    """Without dollars, a box or Markdown's stars around the whole, and without one closing full stop."""
+    text = text.strip()
+    while True:
+        before = text
+        for opening, closing in (*DELIMITERS, ("**", "**"), ("*", "*"), ("`", "`")):
+            inside = text[len(opening) : -len(closing)]
+            is_whole = text.startswith(opening) and text.endswith(closing) and len(text) > 2 * len(opening)
+            if is_whole and opening not in inside and closing not in inside:
+                text = inside.strip()
+        box = re.fullmatch(r"\\f?box(?:ed)?\s*\{(.*)\}", text, re.DOTALL)
+        if box and _balanced(box[1]):
+            text = box[1].strip()
+        text = re.sub(r"(?<![.\\])\.(\$?)$", r"\1", text).strip()
+        if text == before:
+            return text
+
+
+def _balanced(text):
+    depth = 0
+    for brace in re.findall(r"\\[{}]|[{}]", text):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def tokenise(text):
+    """The tokens of an answer, in order; each character is in one of them, but for spaces and size commands."""
+    out, spaced, font = [], False, None
+    fonts, depth = [], 0  # of each open brace the \\text{} or its like that it belongs to; open other brackets
+    for match in LEXEMES.finditer(normal_characters(without_wrapping(text))):
+        kind, raw = match.lastgroup, match[0]
+        name = raw[1:] if kind == "command" else ""
+        if kind in ("space", "hspace") or name in SPACES:
+            spaced = True
+            continue
+        if name in TEXTS or SIZES.match(name):
+            font = name if name in TEXTS else font
+            continue
+        kind, value = _token(match)
+        if value == "{":
+            fonts.append(font)
+            if font:
+                font = None
+                continue
+        elif value == "}" and fonts and fonts.pop():
+            continue
+        depth += (value in ("(", "[", r"\{")) - (value in (")", "]", r"\}"))
+        in_font = font or next(filter(None, reversed(fonts)), None)
+        is_letter = len(value) == 1 and (in_font in FONTS or value in "ei")
+        is_text = in_font is not None and not is_letter
+        font = None
+        values = value.split(",") if kind == "comma" and depth > 0 else [value.replace(",", "")]
+        for n, part in enumerate(values if kind == "comma" else [value]):
+            if n:
+                out.append(Token("sign", ","))
+            out.append(Token("number" if kind == "comma" else kind, part, spaced and not n, is_text))
+        spaced = False
+    return tuple(out)
+
+
+def _token(match):
+    """(kind, value) of a match."""
+    raw = match[0]
+    if match["environment"]:
+        return "environment", f"{match['edge']} {match['env'].rstrip('*')}"
+    if match["degree"]:
+        return "command", "deg"
+    if match["grouped"]:
+        return "number", re.sub(r"[^\d.]", "", raw)
+    if match["row"]:
+        return "sign", r"\\"
+    if match["escaped"]:
+        return "sign", raw if raw in (r"\{", r"\}") else raw[1:]
+    if match["command"]:
+        return _sign(SAME_COMMAND.get(raw[1:], raw[1:]))
+    if match["sign"]:
+        return _sign(SAME_SIGN.get(raw, raw))
+    return match.lastgroup, raw
+
+
+def _sign(value):
+    return "command" if value.isalpha() else "sign", value

@@ -1,0 +1,365 @@
+"""Whether two trees of the grammar have the same value: exactly where both are rational, else to so many digits that
+nothing is rounded; expressions with letters at some points, where two different ones would agree by chance only.
+
+Work is bounded by the size of numbers, not by a clock: Undecided is raised where it would take more.
+"""
+
+import math
+import threading
+import zlib
+from fractions import Fraction
+
+import mpmath
+
+EXACT_BITS = 15_000  # an exact rational has at most so many; beyond it is a float of the precision at hand
+LARGEST = 20_000  # bits of a value's magnitude, up or down
+WIDEST = 2_000  # bits between the largest and the smallest number of a pair, so that both can be seen in one sum
+WORK_A_SECOND = 1_000_000  # functions that are computed, times the bits of each: what a slow core does at least
+POINTS = 4
+FACTORS = {"degrees": Fraction(1), "percent": Fraction(1, 100)}
+TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
+_local = threading.local()
+
+
+class Undecided(Exception):
+    """More work than a pair is given, or a function that is not computed here."""
+
+
+class NoValue(Exception):
+    """Division by zero and the like."""
+
+
+def symbols(tree):
+    """The names of a tree's unknowns."""
+    if tree[0] == "symbol":
+        return {tree[1]}
+    return set().union(*(symbols(part) for part in _parts(tree)))
+
+
+def _parts(tree):
+    parts = tree[2] if tree[0] == "call" else tree[1:]
+    return [part for part in parts if isinstance(part, tuple)]
+
+
+def _has(tree, kind):
+    return tree[0] == kind or any(_has(part, kind) for part in _parts(tree))
+
+
+def same_value(a, b, work):
+    """Whether two trees are equal wherever both are real (everywhere, if i occurs). Undecided if too large."""
+    points = range(POINTS) if symbols(a) | symbols(b) else [0]
+    real, complex_ = [], []
+    for point in points:
+        try:
+            is_equal, is_real = _equal_at(a, b, point, work)
+        except NoValue:
+            continue
+        (real if is_real or _has(a, "i") or _has(b, "i") else complex_).append(is_equal)
+    verdicts = real if len(real) > len(points) // 3 else real + complex_
+    return bool(verdicts) and all(verdicts)
+
+
+def proportional(one, two, is_positive, work):
+    """Whether one tree is a constant times the other (a positive one), by their ratios at several points."""
+    names = symbols(one)
+    if names != symbols(two) or not names:
+        return False  # a statement about numbers is no value
+    product = _times(one, two)
+    if is_positive and not all(_positive_at(product, point, work) for point in range(POINTS)):
+        return False
+    # one(p) two(q) = one(q) two(p)
+    for point in range(1, POINTS):
+        pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
+        if not same_value(*pair, work) or same_value(_at(one, point), ("number", Fraction(0)), work):
+            return False
+    return True
+
+
+def _times(a, b):
+    return "multiply", a, b
+
+
+def _at(tree, point):
+    """The tree with numbers for its unknowns."""
+    if tree[0] == "symbol":
+        return "number", value_of(tree[1], point)
+    if tree[0] == "call":
+        return "call", tree[1], tuple(_at(part, point) for part in tree[2])
+    return (tree[0], *(_at(part, point) if isinstance(part, tuple) else part for part in tree[1:]))
+
+
+def _positive_at(tree, point, work):
+    value = Evaluation(250, point, work).of(tree)
+    return isinstance(value, Fraction | mpmath.mpf) and value > 0 or not mpmath.im(value) and mpmath.re(value) > 0
+
+
+def value_of(name, point):
+    """The number that an unknown stands for at a point: of either sign, of moderate size, unlike any other."""
+    code = zlib.crc32(f"{name} {point}".encode()) * 2654435761 % 2**32
+    size = Fraction(code % 100_003 + 20_011, 40_009)
+    return -size if point and (code >> 20) & 1 or point == 1 else size
+
+
+def _equal_at(a, b, point, work):
+    """(equal, both are real) at a point."""
+    first = Evaluation(250, point, work)
+    x, y = first.of(a), first.of(b)
+    if isinstance(x, Fraction) and isinstance(y, Fraction):
+        return x == y, True
+    if any(map(_is_infinite, (x, y))):
+        return _is_infinite(x) and _is_infinite(y) and x == y, True
+    width = first.width(x, y)
+    if width <= 60 and not first.near(x, y, first.largest - 100):
+        return False, first.is_real(x) and first.is_real(y)
+    if width > WIDEST:
+        raise Undecided
+    second = Evaluation(3 * width + 500, point, work - first.work)
+    x, y = second.of(a), second.of(b)
+    return second.near(x, y, second.largest - width - 300), second.is_real(x) and second.is_real(y)
+
+
+def _is_infinite(x):
+    return not isinstance(x, Fraction) and bool(mpmath.isinf(x))
+
+
+class Evaluation:
+    """Values of trees at one point, with `bits` of precision; `largest` and `smallest` are the magnitudes (log2) that
+    have occurred.
+    """
+
+    def __init__(self, bits, point, work):
+        if not hasattr(_local, "context"):
+            _local.context = mpmath.mp.clone() if hasattr(mpmath.mp, "clone") else mpmath.MPContext()
+        self.mp, self.point, self.bits = _local.context, point, bits
+        self.mp.prec = bits
+        self.largest, self.smallest, self.work, self.most = 0, 0, 0, work
+
+    def of(self, tree):
+        kind = tree[0]
+        if kind == "number":
+            return self.seen(tree[1])
+        if kind == "symbol":
+            return value_of(tree[1], self.point)
+        if kind in ("pi", "e", "i", "infinity"):
+            return {"pi": +self.mp.pi, "e": +self.mp.e, "i": self.mp.j, "infinity": self.mp.inf}[kind]
+        if kind == "call":
+            return self.seen(self.call(tree[1], tree[2]))
+        values = [self.of(part) for part in tree[1:]]
+        return self.seen(getattr(self, kind)(*values))
+
+    def seen(self, value):
+        """The value, its magnitude noted; NoValue or Undecided where it is none, or too large."""
+        if isinstance(value, Fraction):
+            bits = value.numerator.bit_length() + value.denominator.bit_length()
+            size = value.numerator.bit_length() - value.denominator.bit_length()
+            value = value if bits <= EXACT_BITS else self.float(value)
+            is_zero = not value
+        else:
+            if self.mp.isnan(value):
+                raise NoValue
+            is_zero = not value or self.mp.isinf(value)
+            size = 0 if is_zero else int(self.mp.mag(value))
+        if not is_zero:
+            self.largest, self.smallest = max(self.largest, size), min(self.smallest, size)
+        if abs(size) > LARGEST:
+            raise Undecided
+        return value
+
+    def width(self, *values):
+        return self.largest - self.smallest
+
+    def float(self, x):
+        if not isinstance(x, Fraction):
+            return x
+        return self.mp.mpf(x.numerator) / x.denominator
+
+    def near(self, x, y, magnitude):
+        difference = self.float(x) - self.float(y)
+        return not difference or self.mp.mag(difference) <= magnitude
+
+    def is_real(self, x):
+        if isinstance(x, Fraction) or not isinstance(x, self.mp.mpc):
+            return True
+        imaginary = self.mp.im(x)
+        return not imaginary or self.mp.mag(imaginary) < self.mp.mag(x) - self.bits // 2
+
+    def add(self, a, b):
+        exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+        return a + b if exact else self.float(a) + self.float(b)
+
+    def negate(self, a):
+        return -a
+
+    def multiply(self, a, b):
+        exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+        return a * b if exact else self.float(a) * self.float(b)
+
+    def divide(self, a, b):
+        if not b or (not isinstance(b, Fraction) and not self.is_sure(b)):
+            raise NoValue
+        exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+        return a / b if exact else self.float(a) / self.float(b)
+
+    def is_sure(self, x):
+        """Whether a float is more than the rounding of what went before it."""
+        return bool(self.mp.isinf(x)) or self.mp.mag(x) > self.largest - self.bits + 40
+
+    def degrees(self, a):
+        return a
+
+    def percent(self, a):
+        return self.divide(a, Fraction(100))
+
+    def power(self, a, b):
+        if isinstance(b, Fraction) and b.denominator == 1 and isinstance(a, Fraction):
+            if not a and b < 0:
+                raise NoValue
+            size = max(a.numerator.bit_length(), a.denominator.bit_length()) * abs(b)
+            if size <= EXACT_BITS:
+                return a ** int(b)
+        self.spend()
+        if not a:
+            return Fraction(0) if self.mp.re(self.float(b)) > 0 else self.no_value()
+        base, exponent = self.float(a), self.float(b)
+        if self.mp.isinf(base) or self.mp.isinf(exponent):
+            raise NoValue
+        if self.mp.mag(exponent) > 64 or abs(exponent) * (abs(self.mp.mag(base)) + 1) > 4 * LARGEST:
+            raise Undecided
+        return self.mp.power(base, exponent)
+
+    def no_value(self):
+        raise NoValue
+
+    def spend(self):
+        self.work += self.bits
+        if self.work > self.most:
+            raise Undecided
+
+    def call(self, name, arguments):
+        self.spend()
+        if name in TRIGONOMETRIC:
+            return self.trigonometric(name, arguments)
+        values = [self.of(argument) for argument in arguments]
+        if name in ("gcd", "lcm", "max", "min", "binom", "factorial", "floor", "ceil", "abs"):
+            return getattr(self, name)(*values)
+        x = self.float(values[0])
+        if self.mp.isinf(x) or abs(self.mp.mag(x)) > 64 * 1024 if x else False:
+            raise NoValue
+        if name == "root":
+            return self.root(values[0], values[1])
+        if name in ("ln", "log"):
+            base = self.float(values[1]) if len(values) > 1 else self.mp.e if name == "ln" else self.mp.mpf(10)
+            if not x or not base or base == 1:
+                raise NoValue
+            return self.mp.log(x) / self.mp.log(base)
+        if len(values) != 1:
+            raise Undecided
+        if name in ("exp", "sinh", "cosh", "tanh"):
+            if x and self.mp.mag(x) > 14:
+                raise Undecided
+            return getattr(self.mp, name)(x)
+        if name in ("arcsin", "arccos", "arctan"):
+            return getattr(self.mp, name.replace("arc", "a"))(x)
+        if name in ("arccot", "arcsec", "arccsc"):
+            if not x:
+                raise NoValue
+            return getattr(self.mp, {"arccot": "atan", "arcsec": "acos", "arccsc": "asin"}[name])(1 / x)
+        raise Undecided
+
+    def trigonometric(self, name, arguments):
+        """Of an angle in radians, or in degrees where these are marked."""
+        if len(arguments) != 1:
+            raise Undecided
+        in_degrees = _has(arguments[0], "degrees")
+        x = self.of(arguments[0])
+        if in_degrees and isinstance(x, Fraction) and (4 * x / 180).denominator == 1:
+            return self.of_eighths(name, int(4 * x / 180) % 8)
+        x = self.float(x)
+        x = x * self.mp.pi / 180 if in_degrees else x
+        if self.mp.isinf(x) or (x and self.mp.mag(x) > 200):
+            raise Undecided
+        sine, cosine = self.mp.sin(x), self.mp.cos(x)
+        top, bottom = {
+            "sin": (sine, 1), "cos": (cosine, 1), "tan": (sine, cosine), "cot": (cosine, sine), "sec": (1, cosine),
+            "csc": (1, sine),
+        }[name]  # fmt: skip
+        return self.divide(self.mp.mpf(1) * top, self.mp.mpf(1) * bottom)
+
+    def of_eighths(self, name, n):
+        """Of n eighths of a turn, so that tan 45° is 1 and tan 90° has no value."""
+        half = self.mp.sqrt(self.mp.mpf(1) / 2)
+        around = [Fraction(0), half, Fraction(1), half, Fraction(0), -half, Fraction(-1), -half]
+        sine, cosine = around[n], around[(n + 2) % 8]
+        if name in ("sin", "cos"):
+            return sine if name == "sin" else cosine
+        if name in ("sec", "csc"):
+            return self.divide(Fraction(1), cosine if name == "sec" else sine)
+        return self.divide(sine, cosine) if name == "tan" else self.divide(cosine, sine)
+
+    def root(self, a, index):
+        """The real root where there is one."""
+        if not index or not isinstance(index, Fraction):
+            raise NoValue
+        x = self.float(a)
+        if not x:
+            return Fraction(0)
+        is_odd = index.denominator == 1 and index.numerator % 2
+        if is_odd and self.is_real(x) and self.mp.re(x) < 0:
+            return -self.mp.power(-self.mp.re(x), self.float(1 / index))
+        return self.mp.power(x, self.float(1 / index))
+
+    def abs(self, a):
+        return abs(a)
+
+    def floor(self, a):
+        return Fraction(math.floor(a)) if isinstance(a, Fraction) else self.rounded(a, self.mp.floor)
+
+    def ceil(self, a):
+        return Fraction(math.ceil(a)) if isinstance(a, Fraction) else self.rounded(a, self.mp.ceil)
+
+    def rounded(self, a, how):
+        if not self.is_real(a) or self.mp.isinf(a):
+            raise NoValue
+        near = self.mp.nint(self.mp.re(a))
+        if self.near(a, near, self.largest - self.bits // 2):  # an integer, but for rounding
+            return near
+        return how(self.mp.re(a))
+
+    def factorial(self, a):
+        if isinstance(a, Fraction) and a.denominator == 1 and 0 <= a <= 1500:
+            return Fraction(math.factorial(int(a)))
+        x = self.float(a)
+        if not self.is_real(x) or self.mp.isinf(x) or (isinstance(a, Fraction) and a.denominator == 1 and a < 0):
+            raise NoValue
+        if self.mp.mag(x) > 12:
+            raise Undecided
+        return self.mp.gamma(x + 1)
+
+    def binom(self, n, k):
+        if isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1:
+            if not 0 <= k or not 0 <= n <= 10**6 or min(k, n - k) > 1500:
+                raise Undecided
+            return Fraction(math.comb(int(n), int(k)))
+        return self.divide(self.factorial(n), self.multiply(self.factorial(k), self.factorial(self.add(n, -k))))
+
+    def gcd(self, *values):
+        return Fraction(math.gcd(*map(self.integer, values)))
+
+    def lcm(self, *values):
+        return Fraction(math.lcm(*map(self.integer, values)))
+
+    def integer(self, value):
+        if not isinstance(value, Fraction) or value.denominator != 1:
+            raise Undecided
+        return int(value)
+
+    def max(self, *values):
+        return max(values, key=lambda v: self.comparable(v))
+
+    def min(self, *values):
+        return min(values, key=lambda v: self.comparable(v))
+
+    def comparable(self, value):
+        if not self.is_real(value):
+            raise NoValue
+        return self.mp.re(self.float(value))

@@ -1,0 +1,138 @@
+"""Closed lists of words: units, scales, words that change a number, functions and Greek letters."""
+
+import re
+
+FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh",
+    "cosh", "tanh", "ln", "log", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "asin", "acos", "atan",
+}  # fmt: skip
+GREEK = {
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
+    "lambda", "mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega",
+    "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell",
+}  # fmt: skip
+
+# Each unit's spellings; the first is its name. Words of three letters or more also have a plural in s.
+UNIT_SPELLINGS = """
+degree deg
+°C celsius
+°F fahrenheit
+radian rad
+percent
+dollar USD
+cent ¢
+euro EUR
+pound_sterling GBP
+rupee INR Rs
+yen JPY
+peso
+yuan RMB
+m meter metre
+km kilometer kilometre kms
+cm centimeter centimetre cms
+mm millimeter millimetre
+dm decimeter decimetre
+inch inches in
+ft foot feet
+yd yard yds
+mile mi
+g gram gm gms
+kg kilogram kilo kgs
+mg milligram
+lb pound lbs
+oz ounce
+ton tonne
+s second sec secs
+ms millisecond
+min minute mins
+h hour hr hrs
+day
+week
+month
+year yr yrs
+L liter litre l
+mL milliliter millilitre ml
+dL deciliter decilitre dl
+cL centiliter centilitre cl
+gal gallon
+qt quart
+pt pint
+cup
+tablespoon tbsp
+teaspoon tsp
+acre
+hectare ha
+mph
+kph kmh
+unit
+N newton
+J joule
+kJ kilojoule
+W watt
+kW kilowatt
+kWh
+V volt
+A_ ampere amp
+Hz hertz
+Pa pascal
+kPa kilopascal
+cal calorie
+kcal kilocalorie
+mol mole
+K_ kelvin
+byte
+bit
+kB KB kilobyte
+MB megabyte
+GB gigabyte
+"""
+UNITS = {}
+for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
+    for _word in (_name, *_others):
+        UNITS[_word] = _name
+        if len(_word) > 2:
+            UNITS.setdefault(_word.lower(), _name)
+            UNITS.setdefault(_word.lower() + "s", _name)
+# With these, a bare letter after a number and a space is a unit; in \text{} the whole list is.
+LONE_UNITS = {"m", "g", "s", "h", "L", "N", "J", "W", "V"}
+# In prose (number grading) a letter right after the digits is one, too: 5m, 5p; any other is a variable or a scale.
+UNIT_LETTERS = "mgslLhdtcpVWANJCF"
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound_sterling", "¥": "yen", "₹": "rupee", "¢": "cent"}
+UNIT_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+
+SCALES = {
+    "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7,
+}  # fmt: skip
+FIGURES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
+)
+ORDINALS = "half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth"
+NEGATIONS = "not no non none never without neither nor except isn't isnt aren't arent wasn't wasnt ain't cannot can't"
+OPERATIONS = (
+    "minus plus negative times over divided multiplied point squared cubed factorial root mod modulo twice double "
+    "triple thrice halved doubled tripled"
+)
+# Whole words that make of the number beside them another one, or none.
+CHANGING = set(
+    f"{FIGURES} {ORDINALS} {NEGATIONS} {OPERATIONS} dozen score and or than least most below under above between "
+    "mil mio mln mn bln bn mrd".split()
+) | set(SCALES)
+CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
+
+# Words of one or two letters that may stand among the words of a label: 12 ways to do it.
+SMALL_WORDS = set("a an the of to in on at by per is it we he she as if so up".split())
+
+
+def changes(word):
+    """Whether a word beside a number makes another number of it: million, half, minus, isn't, thirty-two."""
+    word = word.lower().replace("’", "'")
+    return word in CHANGING or any(part in CHANGING for part in word.split("-"))
+
+
+def is_label(word):
+    """Whether a word beside a number only says what is counted: 42 apples, but no unit of one or two letters."""
+    letters = re.sub(r"['’-]", "", word)
+    if changes(word) or not letters.isalpha() or word.lower() in FUNCTIONS or word in GREEK:
+        return False
+    return len(letters) > 2 or word.lower() in SMALL_WORDS
