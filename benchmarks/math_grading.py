@@ -1,22 +1,24 @@
 """The grader of MATH answers on a corpus whose verdicts are known by construction, and its peers beside it.
 
-    python benchmarks/math_grading.py --data FOLDER [--others 45000] [--peers 300]
+    python benchmarks/math_grading.py --data FOLDER [--peers 300]
 
 The 500 answers of MATH-500 against themselves, against each other, and against what the forty rules of
-math_rules.py make of them: thirty keep the value, ten change it. --peers puts a seeded sample of each case to
-math-verify, and to the two graders of lm-evaluation-harness's minerva_math where it is installed
-(`pip install --no-deps lm-eval antlr4-python3-runtime==4.11.1`).
+math_rules.py make of them, thirty that keep the value and ten that change it, and two rules in a row. --peers
+puts a seeded sample of each case to math-verify, and to the two graders of lm-evaluation-harness's
+minerva_math where it is installed (`pip install --no-deps lm-eval antlr4-python3-runtime==4.11.1`).
 """
 
 import argparse
+import importlib.util
 import json
 import logging
 import random
 import sys
 import time
 from collections import Counter
+from functools import partial
 from importlib import metadata
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,28 +64,41 @@ def read_answers(folder):
 
 
 def corpus(answers, others, seed=0):
-    """{case: [Pair, ...]}, each pair once. Of the pairs of two different answers a sample, in any order."""
+    """{case: [Pair, ...]}, each pair once.
+
+    A sample of the pairs of two different answers, and eight pairs of each two rules in a row.
+    """
     draw, texts = random.Random(seed), list(dict.fromkeys(answers))
     apart = [pair for pair in combinations(texts, 2) if not are_equal(*pair)]
     apart = draw.sample(apart, min(others, len(apart)))
-    # MATH-500 has two answers with a unit's power, so its whole numbers are given one for that rule.
-    areas = [rf"{text}\text{{ cm}}^2" for text in texts if text.isdecimal()]
+    same = [Pair("same", text, text, True) for text in texts]
+    # MATH-500 has two answers with a unit's power, so thirty whole numbers are given one for that rule.
+    areas = [rf"{text}\text{{ cm}}^2" for text in texts if text.isdecimal()][:30]
+    rewritten = made_by(math_rules.KEEPING, same, True)
+    changed = made_by(math_rules.CHANGING, same, False)
+    changed += made_by([math_rules.unit_power], [Pair("same", text, text, True) for text in areas], False)
+    twice = {}
+    for pair in made_by(math_rules.KEEPING, rewritten, True) + made_by(math_rules.KEEPING, changed, False):
+        twice.setdefault(pair.rule, []).append(pair)
     return {
-        "math-500-same": [Pair("same", text, text, True) for text in texts],
+        "math-500-same": same,
         "math-500-others": [Pair("others", *draw.sample(pair, 2), False) for pair in apart],
-        "math-500-rewritten": made_by(math_rules.KEEPING, texts, True),
-        "math-500-changed": made_by(math_rules.CHANGING, texts, False)
-        + made_by([math_rules.unit_power], areas, False),
+        "math-500-rewritten": rewritten,
+        "math-500-changed": changed,
+        "math-500-twice": [
+            pair for pairs in twice.values() for pair in draw.sample(pairs, min(8, len(pairs)))
+        ],
     }
 
 
-def made_by(rules, texts, is_equal):
+def made_by(rules, pairs, is_equal):
+    """What the rules make of the answers of pairs, beside the same references."""
     made = {}
-    for rule in rules:
-        for text in texts:
-            other = math_rules.applied(rule, text)
-            if other is not None:
-                made.setdefault((other, text), Pair(rule.__name__, other, text, is_equal))
+    for rule, pair in product(rules, pairs):
+        other = None if rule.__name__ == pair.rule else math_rules.applied(rule, pair.answer)
+        if other is not None and not (is_equal and other == pair.reference):
+            name = rule.__name__ if pair.rule == "same" else f"{pair.rule} + {rule.__name__}"
+            made.setdefault((other, pair.reference), Pair(name, other, pair.reference, is_equal))
     return list(made.values())
 
 
@@ -106,15 +121,18 @@ def measure(name, pairs, grade):
 
 
 def show_failing(name, pairs, failing):
-    """How many pairs of each rule failed, and which."""
+    """How many pairs of each rule failed, and the first of them."""
     total = Counter(pair.rule for pair in pairs)
     counts = Counter(pair.rule for pair, _ in failing)
     print(f"{name}: {len(failing)} of {len(pairs)} pairs fail")
     for rule, count in counts.most_common():
         print(f"  {rule}: {count} of {total[rule]}")
-        for pair, verdict in failing:
-            if pair.rule == rule:
-                print(f"    {pair.answer!s:<50} for {pair.reference!s:<40} {verdict}")
+        for pair, verdict in [(pair, verdict) for pair, verdict in failing if pair.rule == rule][:20]:
+            print(f"    {pair.answer:<50} for {pair.reference:<40} {verdict}")
+
+
+def as_mathematics(text):
+    return text if math_rules.DELIMITERS.search(text) else f"${text}$"
 
 
 def peer_graders():
@@ -122,20 +140,28 @@ def peer_graders():
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)  # both write a line for every text that they cannot read
-    graders = {"math-verify": lambda answer, gold: verify(parse(f"${gold}$"), parse(f"${answer}$"))}
-    try:
-        from lm_eval.tasks.minerva_math import utils as minerva
-    except (ImportError, AssertionError) as error:
-        print(f"minerva_math is left out: {error}")
+
+    def by_math_verify(answer, gold):
+        return verify(parse(as_mathematics(gold)), parse(as_mathematics(answer)))
+
+    graders = {"math-verify": by_math_verify}
+    package = importlib.util.find_spec("lm_eval")
+    if package is None:
+        print("minerva_math is left out: lm-eval is not installed")
         return graders
+    # The package imports much that is not needed here, so the task's one file is loaded.
+    file = Path(package.origin).parent / "tasks" / "minerva_math" / "utils.py"
+    spec = importlib.util.spec_from_file_location("minerva_math", file)
+    minerva = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(minerva)
 
-    def by_harness(metric, answer, gold):
+    def by_minerva(metric, answer, gold):
         document = {"answer": minerva.normalize_final_answer(gold), "solution": rf"\boxed{{{gold}}}"}
-        text = f"Final Answer: The final answer is ${answer}$. I hope it is correct."
-        return bool(minerva.process_results(document, [text])[metric])
+        text = f"Final Answer: The final answer is {as_mathematics(answer)}. I hope it is correct."
+        return minerva.process_results(document, [text])[metric] == 1
 
-    graders["minerva_math"] = lambda answer, gold: by_harness("exact_match", answer, gold)
-    graders["minerva_math math_verify"] = lambda answer, gold: by_harness("math_verify", answer, gold)
+    graders["minerva_math"] = partial(by_minerva, "exact_match")
+    graders["minerva_math's math_verify"] = partial(by_minerva, "math_verify")
     return graders
 
 

@@ -13,9 +13,13 @@ from fractions import Fraction
 NUMBER = re.compile(r"\d+|\d*\.\d+")
 FRACTION = r"\\[dt]?frac ?(?:\{(\d+)\}|(\d)) ?(?:\{(\d+)\}|(\d))"
 GROUPED = re.compile(r"\d(?:,|\{,\}|\\,|,\\!) ?\d{3}(?!\d)")
-WORDS = re.compile(r"\\(?:text|mbox)\{|\\\$")
+DELIMITERS = re.compile(r"\\[()\[\]]|\\boxed|(?<!\\)\$")
+WORDS = re.compile(r"\\(?:text|mbox|math)[a-z]*\{|\\\$|(?<![\\a-zA-Z])[a-zA-Z]{2}|(?<!\\)\\ ")
+SUM = re.compile(r"(?:[\w+^{}()*/ √-]|\d\.\d|\\(?:[dtc]?frac|sqrt|pi|cdot|times|cot)(?![a-z]))+")
 # A coefficient and what it multiplies: a root, pi, or one letter, with a power of one digit.
-FACTORS = re.compile(r"(?<![\w^.}\\])(\d+) ?((?:\\sqrt(?:\{\d+\}|\d)|\\pi(?![a-z])|[a-zA-Z](?!\w))(?:\^\d)?)")
+FACTORS = re.compile(
+    r"(?<![\w^.}\\])(\d+) ?((?:\\sqrt(?:\{\d+\}|\d)|\\pi(?![a-z])|[a-zA-Z](?!\w))(?:\^\d)?)(?![\^{])"
+)
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 OPENING, CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\end"}
 
@@ -23,6 +27,13 @@ OPENING, CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\
 def one_of(text, *variants):
     """One of several spellings, always the same one for a text."""
     return variants[zlib.crc32(text.encode()) % len(variants)]
+
+
+def has_words(text):
+    """Whether a text has more than mathematics in it: words, units, delimiters, the end of a sentence."""
+    names = re.sub(r"\\(?:begin|end)\{[a-z]+\}(?:\{c+\})?", "", text)
+    bare = re.sub(r"\\(?!text|mbox|math|boxed)[a-zA-Z]+", "#", names)
+    return bool(WORDS.search(bare) or DELIMITERS.search(bare) or text.endswith("."))
 
 
 def pieces(text, separators):
@@ -70,7 +81,7 @@ def intervals(text):
 def terms(text):
     """The signed terms of a sum, as [sign, term, sign, term, ...]; None where it is no sum of two or more."""
     parts = pieces(text.strip(), {"+", "-"})
-    if parts is None or re.search(r"[,=]|\\(?:pm|cup|in|text|mbox)(?![a-z])", text):
+    if parts is None or has_words(text) or not SUM.fullmatch(text):
         return None
     parts = parts[1:] if parts[0] == "" else ["+", *parts]
     return parts if len(parts) > 2 and all(parts) else None
@@ -92,12 +103,17 @@ def as_fraction(match):
     return above, below
 
 
+def is_delimited(text):
+    """Whether a text has delimiters of mathematics already, or words that stand outside mathematics."""
+    return bool(DELIMITERS.search(text) or re.search(r"\d [a-z]{2}", text))
+
+
 # Rules that keep the value.
 
 
 def spaces_added(text):
     # A blank counts for nothing in mathematics; 1,000 must not become a list.
-    if not WORDS.search(text) and not GROUPED.search(text):
+    if not has_words(text) and not GROUPED.search(text):
         wide = one_of(text, " ", r"\, ", r"\; ", "  ")
         binary = re.compile(r"(?<=[\w})])(?<!matrix}) ?([-+=]|\\(?:cup|pm|in)(?![a-z])) ?")
         spaced = binary.sub(lambda m: f"{wide}{m[1]}{wide}", text)
@@ -106,13 +122,13 @@ def spaces_added(text):
 
 def spaces_removed(text):
     # As above; the blank between a command and a letter, and the one in "3, 500", have to stay.
-    if not WORDS.search(text) and not re.search(r"\d, +\d{3}(?!\d)|\d +\d", text):
+    if not has_words(text) and not re.search(r"\d, +\d{3}(?!\d)|\d +\d", text):
         return re.sub(r"(\\[a-zA-Z]+ )(?=[a-zA-Z])| ", r"\1", text)
 
 
 def arguments_spaced(text):
     # Blanks inside the braces of a fraction, a root or an exponent count for nothing.
-    if not WORDS.search(text) and r"\begin" not in text:
+    if not has_words(text) and r"\begin" not in text:
         return re.sub(r"(?<!\\)\{([^{},]+)\}", r"{ \1 }", text)
 
 
@@ -150,7 +166,7 @@ def decimal_value(text):
 
 def bracket_size(text):
     # \left, \right and \bigl set the size of a bracket.
-    if WORDS.search(text):
+    if has_words(text) or r"\big" in text:
         return None
     if r"\left" in text:
         return text.replace(r"\left", r"\bigl").replace(r"\right", r"\bigr")
@@ -159,17 +175,20 @@ def bracket_size(text):
 
 def dollars(text):
     # Dollar signs say that mathematics stands between them.
-    return one_of(text, f"${text}$", f"$ {text} $", f"$${text}$$")
+    if not is_delimited(text):
+        return one_of(text, f"${text}$", f"$ {text} $", f"$${text}$$")
 
 
 def math_delimiters(text):
     # So do \( \) and \[ \].
-    return one_of(text, rf"\({text}\)", rf"\[{text}\]", rf"\( {text} \)")
+    if not is_delimited(text):
+        return one_of(text, rf"\({text}\)", rf"\[{text}\]", rf"\( {text} \)")
 
 
 def boxed(text):
     # A box is a frame.
-    return rf"\boxed{{{text}}}"
+    if not is_delimited(text):
+        return rf"\boxed{{{text}}}"
 
 
 def bare_words(text):
@@ -188,7 +207,8 @@ def font(text):
 
 def full_stop(text):
     # The mark that ends a sentence.
-    return f"{text}."
+    if not text.endswith("."):
+        return f"{text}."
 
 
 def label(text):
@@ -245,6 +265,8 @@ def currency(text):
 
 def members(text):
     # The order in a comma list, a set or a union does not count, and a \pm b are two members.
+    if has_words(text):
+        return None
     if parts := listed(text):
         return one_of(text, ", ".join(parts[::-1]), r"\{" + ", ".join(parts[::-1]) + r"\}")
     item = bracketed(text)
@@ -259,7 +281,7 @@ def members(text):
 
 def factors(text):
     # Multiplication of numbers and letters commutes.
-    if not WORDS.search(text):
+    if not has_words(text):
         parts = re.fullmatch(r"(\([^()]+\))(\([^()]+\))", text)
         return parts[2] + parts[1] if parts else FACTORS.sub(r"\2 \\cdot \1", text)
 
@@ -308,7 +330,7 @@ def zeros(text):
 
 def times(text):
     # A product without a sign is a product.
-    if not WORDS.search(text):
+    if not has_words(text):
         sign = one_of(text, r" \cdot ", r" \times ", "*", r"\cdot ")
         return FACTORS.sub(lambda m: m[1] + sign + m[2], text).replace(")(", f"){sign}(")
 
@@ -362,7 +384,7 @@ def matrix(text):
 
 def sign(text):
     # The opposite of a number that is not 0, or of one term of a sum, is another; so is a tuple with it.
-    if WORDS.search(text) or r"\pm" in text or re.fullmatch(r"[\D0]*0[\D0]*", text):
+    if has_words(text) or r"\pm" in text or re.fullmatch(r"[\D0]*0[\D0]*", text):
         return None
     if (
         "=" in text
@@ -430,7 +452,7 @@ def order(text):
 
 def letter_case(text):
     # R and r are two unknowns. Not i, which may be the imaginary unit, nor the name before a value.
-    if WORDS.search(text) or r"\in " in text or re.fullmatch(r"[a-z] ?= ?-?[\d.]+", text):
+    if has_words(text) or r"\in " in text or re.fullmatch(r"[a-z] ?= ?-?[\d.]+", text):
         return None
     bare = re.sub(r"\\[a-zA-Z]+(?:\{pmatrix\})?", lambda m: "#" * len(m[0]), text)
     places = [m.start() for m in re.finditer(r"[a-zA-Z]", bare) if m[0] not in "iIeE"]
@@ -440,7 +462,7 @@ def letter_case(text):
 
 def dropped_factor(text):
     # A product without one factor that is neither 1 nor 0 is another.
-    if not WORDS.search(text) and r"\circ" not in text:
+    if not has_words(text) and r"\circ" not in text:
         text = re.sub(r"^(\([^()]+\))\([^()]+\)$", r"\1", text)
         return FACTORS.sub(lambda m: m[0] if m[1] in "01" else m[2], text, count=1)
 
@@ -452,7 +474,7 @@ def unit_power(text):
 
 def coefficient(text):
     # One more of something that is not 0; 2 instead of none.
-    if WORDS.search(text):
+    if has_words(text):
         return None
     if FACTORS.search(text):
         return FACTORS.sub(lambda m: f"{int(m[1]) + 1}{m[2]}", text, count=1)
