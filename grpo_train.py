@@ -623,7 +623,8 @@ def rollout_metrics(run, sampled, right, rewards):
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {
-        "correct": [float(r) for r in right],
+        "correct": [float(bool(r)) for r in right],
+        "undecided": [float(r is None) for r in right],
         "length": sampled.rollout.lengths.tolist(),
         "truncated": (~sampled.rollout.ended).float().tolist(),
         "unique": [len(set(sampled.texts[i : i + G])) / G for i in first_rows],
@@ -642,6 +643,7 @@ def rollout_metrics(run, sampled, right, rewards):
         **{name: mean[name] for name in local if name.startswith("reward/")},
         "unscored": int(rewards.isnan().sum()),
         "correct": mean["correct"],
+        **({"undecided": mean["undecided"]} if run.config.grading == "math" else {}),
         "frac_reward_zero_std": float(all_equal(groups).float().mean()),
         "unique_completions": mean["unique"],
         "completion_length": mean["length"],

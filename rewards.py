@@ -1,6 +1,6 @@
 """Rewards in TRL's calling convention, the sets of them that recipes use, and the one place that calls them.
 
-Every function takes time linear in a completion's length, except `math_reward`, whose time is bounded.
+Every function takes time linear in a completion's length, except `math_reward`, whose work is bounded.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from answers.formats import (
     extract_answer,
     last_hash,
 )
-from answers.judge import all_math_equal, math_equal
+from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
 from errors import RewardError, one_line
 
@@ -116,9 +116,12 @@ GRADINGS = ("number", "math")
 
 
 def right_answers(texts, answers, answer_format="xml", grading="number"):
-    """Whether each answer is right, as correctness_reward or math_reward has it, whatever it is paid."""
+    """Whether each answer is right, as correctness_reward or math_reward has it, whatever it is paid: True,
+    False, or None where that is undecided (see `math_equal`).
+    """
     reward = math_reward if grading == "math" else correctness_reward
-    return [value > 0 for value in reward(None, texts, answers, answer_format)]
+    values = reward(None, texts, answers, answer_format)
+    return [None if value is None else value > 0 for value in values]
 
 
 def strict_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
@@ -164,8 +167,10 @@ def soft_format_reward(completions=(), **kwargs):
 
 def _xml_count(text):
     marks = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
-    trailing = len(text.rpartition("</answer>")[2].removeprefix("\n")) if "</answer>" in text else 0
-    return 0.125 * sum(text.count(mark) == 1 for mark in marks) - 0.001 * trailing
+    placed = sum(text.count(mark) == 1 for mark in marks)
+    # As published, what follows costs only where the closing tag is well placed, and one character is free.
+    trailing = len(text.rpartition("</answer>")[2]) - 1 if text.count("\n</answer>") == 1 else 0
+    return 0.125 * placed - 0.001 * (max(0, trailing) if placed == 4 else trailing)
 
 
 def xmlcount_reward(completions=(), **kwargs):
@@ -192,9 +197,12 @@ def xml_share_reward(completions=(), **kwargs):
 
 
 def math_reward(prompts=None, completions=(), answer=None, answer_format="boxed", **kwargs):
-    """1.0 where answer and reference are the same mathematical object (see `math_equal`; 20 s in all)."""
+    """1.0 where answer and reference are the same mathematical object, None where that is undecided (see
+    `math_equal`), else 0.0.
+    """
     answers = [extract_answer(c, answer_format) or "" for c in completions]
-    return [float(equal) for equal in all_math_equal(answers, _references(answer, completions, kwargs))]
+    verdicts = all_math_equal(answers, _references(answer, completions, kwargs))
+    return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
 def _r1_layout(text):
@@ -290,7 +298,7 @@ def _batch(completions):
 def _time_limit(where, completions, seconds):
     """Ends the process with one line where what is inside takes longer; 0 seconds: no limit.
 
-    The reward stays in the main thread, where math-verify and CUDA want to be; a timer's thread ends it.
+    The reward stays in the main thread, where SIGALRM (math-verify) and CUDA want it; a timer's thread ends it.
     """
     if not seconds:
         yield

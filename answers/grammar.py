@@ -28,7 +28,14 @@ MAX_DIGITS = 4300
 RELATIONS = {"<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!="}
 ENCLOSING = {"|": "|", "lfloor": "rfloor", "lceil": "rceil"}
 CALLS = {"|": "abs", "lfloor": "floor", "lceil": "ceil"}
-INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot", "sec": "arcsec", "csc": "arccsc"}
+INVERSES = {
+    "sin": "arcsin",
+    "cos": "arccos",
+    "tan": "arctan",
+    "cot": "arccot",
+    "sec": "arcsec",
+    "csc": "arccsc",
+}
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log"}
 EMPTY = {("sign", r"\{", "sign", r"\}"), ("command", "emptyset")}
 REALS = ("()", (("expression", ("negate", ("infinity",)), {}), ("expression", ("infinity",), {})))
@@ -52,7 +59,17 @@ def _object(tokens, depth):
     if depth > DEEPEST:
         raise NotUnderstood
     tokens = _without_name(_without_braces(tokens))
-    for reader in (_listed, _united, _related, _equated, _known_set, _matrix, _bracketed, _plus_minus, _worded):
+    for reader in (
+        _listed,
+        _united,
+        _related,
+        _equated,
+        _known_set,
+        _matrix,
+        _bracketed,
+        _plus_minus,
+        _worded,
+    ):
         made = reader(tokens, depth)
         if made is not None:
             return made
@@ -118,7 +135,9 @@ def _name(tokens):
     if all(t.kind == "word" and (t.text or len(t.value) > 2) for t in tokens):
         return re.match(".*", spelt(tokens)) if all(is_label(t.value) for t in tokens) else None
     match = NAME.fullmatch(spelt(tokens))
-    is_greek = match and match[0].startswith("\\") and " " not in match[0] and match[0][1:] not in GREEK - {"pi"}
+    is_greek = (
+        match and match[0].startswith("\\") and " " not in match[0] and match[0][1:] not in GREEK - {"pi"}
+    )
     return None if is_greek else match
 
 
@@ -131,7 +150,12 @@ def _without_name(tokens):
         if any(t.kind == "command" for t in parts[0]):
             tokens = parts[0]
     sides, found = split(tokens, "=", "in")
-    if len(sides) != 2 or not all(sides) or (name := _name(sides[0])) is None or found == ["in"] and sides[1][0].text:
+    if (
+        len(sides) != 2
+        or not all(sides)
+        or (name := _name(sides[0])) is None
+        or (found == ["in"] and sides[1][0].text)
+    ):
         return tokens
     states_more = any(t.is_("=", *RELATIONS, ",", ";") for t in _outermost(sides[1]))
     is_function = name.re is NAME and name["function"]
@@ -328,7 +352,9 @@ def _worded(tokens, depth):
         return None
     values = [t.value for t in tokens]
     is_bare = not any(t.text for t in tokens)
-    if is_bare and (all(len(v) < 3 for v in values) or is_product(values) or set(values) & (FUNCTIONS | GREEK)):
+    if is_bare and (
+        all(len(v) < 3 for v in values) or is_product(values) or set(values) & (FUNCTIONS | GREEK)
+    ):
         return None
     if values[0].lower() in ("a", "an", "the") and len(values) > 1:
         values = values[1:]
@@ -536,7 +562,12 @@ class Reader:
             if not token.value.isdigit():
                 raise NotUnderstood
             kept = (Token("number", rest, False, token.text),)
-            self.tokens = (*self.tokens[: self.at], Token("number", first), *kept, *self.tokens[self.at + 1 :])
+            self.tokens = (
+                *self.tokens[: self.at],
+                Token("number", first),
+                *kept,
+                *self.tokens[self.at + 1 :],
+            )
             return ("number", Fraction(self.take().value))
         if token.kind == "word" and len(token.value) > 1:
             first, rest = token.value[0], token.value[1:]
@@ -552,7 +583,11 @@ class Reader:
             return whole
         if self.next().kind == "number" and self.next(1).is_("/") and self.next(2).kind == "number":
             parts = [self.next().value, self.next(2).value]
-            if not self.next().spaced or self.next(3).kind in ("number", "word") or self.next(3).is_("/", "^"):
+            if (
+                not self.next().spaced
+                or self.next(3).kind in ("number", "word")
+                or self.next(3).is_("/", "^")
+            ):
                 raise NotUnderstood
             self.at += 3
         elif self.next().is_("frac"):

@@ -72,7 +72,9 @@ class Comparison:
     def same(self, a, b):
         kinds = {a[0], b[0]}
         if len(kinds) == 1:
-            return getattr(self, f"_same_{a[0]}", self._same_in_order)(a, b)  # of brackets and matrices, in order
+            return getattr(self, f"_same_{a[0]}", self._same_in_order)(
+                a, b
+            )  # of brackets and matrices, in order
         if kinds == {"expression", "set"}:  # an element, and a set of one element
             value, members = (a, b[1]) if a[0] == "expression" else (b, a[1])
             return self.same(value, members[0]) if len(members) == 1 else False

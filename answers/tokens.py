@@ -137,7 +137,10 @@ def _balanced(text):
 def tokenise(text):
     """The tokens of an answer, in order; each character is in one of them, but for spaces and size commands."""
     out, spaced, font = [], False, None
-    fonts, depth = [], 0  # of each open brace the \\text{} or its like that it belongs to; open other brackets
+    fonts, depth = (
+        [],
+        0,
+    )  # of each open brace the \\text{} or its like that it belongs to; open other brackets
     for match in LEXEMES.finditer(normal_characters(without_wrapping(text))):
         kind, raw = match.lastgroup, match[0]
         name = raw[1:] if kind == "command" else ""

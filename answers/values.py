@@ -13,12 +13,20 @@ import mpmath
 
 EXACT_BITS = 15_000  # an exact rational has at most so many; beyond it is a float of the precision at hand
 LARGEST = 20_000  # bits of a value's magnitude, up or down
-WIDEST = 2_000  # bits between the largest and the smallest number of a pair, so that both can be seen in one sum
-WORK_A_SECOND = 1_000_000  # functions that are computed, times the bits of each: what a slow core does at least
+WIDEST = (
+    2_000  # bits between the largest and the smallest number of a pair, so that both can be seen in one sum
+)
+WORK_A_SECOND = (
+    1_000_000  # functions that are computed, times the bits of each: what a slow core does at least
+)
 POINTS = 4
 FACTORS = {"degrees": Fraction(1), "percent": Fraction(1, 100)}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
 _local = threading.local()
+
+
+# Beyond LARGEST: more than any other value here, of a positive or of an unknown sign.
+HUGE, HUGE_UNSIGNED = "huge", "huge, of either sign"
 
 
 class Undecided(Exception):
@@ -90,14 +98,16 @@ def _at(tree, point):
 
 def _positive_at(tree, point, work):
     value = Evaluation(250, point, work).of(tree)
-    return isinstance(value, Fraction | mpmath.mpf) and value > 0 or not mpmath.im(value) and mpmath.re(value) > 0
+    return (isinstance(value, Fraction | mpmath.mpf) and value > 0) or (
+        not mpmath.im(value) and mpmath.re(value) > 0
+    )
 
 
 def value_of(name, point):
     """The number that an unknown stands for at a point: of either sign, of moderate size, unlike any other."""
     code = zlib.crc32(f"{name} {point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
-    return -size if point and (code >> 20) & 1 or point == 1 else size
+    return -size if (point and (code >> 20) & 1) or point == 1 else size
 
 
 def _equal_at(a, b, point, work):
@@ -106,6 +116,8 @@ def _equal_at(a, b, point, work):
     x, y = first.of(a), first.of(b)
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y, True
+    if _is_huge(x) or _is_huge(y):
+        return (False, True) if _is_huge(x) != _is_huge(y) else _undecided()
     if any(map(_is_infinite, (x, y))):
         return _is_infinite(x) and _is_infinite(y) and x == y, True
     width = first.width(x, y)
@@ -116,6 +128,14 @@ def _equal_at(a, b, point, work):
     second = Evaluation(3 * width + 500, point, work - first.work)
     x, y = second.of(a), second.of(b)
     return second.near(x, y, second.largest - width - 300), second.is_real(x) and second.is_real(y)
+
+
+def _is_huge(x):
+    return isinstance(x, str)
+
+
+def _undecided():
+    raise Undecided
 
 
 def _is_infinite(x):
@@ -148,7 +168,9 @@ class Evaluation:
         return self.seen(getattr(self, kind)(*values))
 
     def seen(self, value):
-        """The value, its magnitude noted; NoValue or Undecided where it is none, or too large."""
+        """The value, its magnitude noted; NoValue where it is none, and only its size where that is huge."""
+        if _is_huge(value):
+            return value
         if isinstance(value, Fraction):
             bits = value.numerator.bit_length() + value.denominator.bit_length()
             size = value.numerator.bit_length() - value.denominator.bit_length()
@@ -161,14 +183,29 @@ class Evaluation:
             size = 0 if is_zero else int(self.mp.mag(value))
         if not is_zero:
             self.largest, self.smallest = max(self.largest, size), min(self.smallest, size)
-        if abs(size) > LARGEST:
+        if size > LARGEST:
+            return HUGE if self.is_positive(value) else HUGE_UNSIGNED
+        return value if size >= -LARGEST else _undecided()
+
+    def is_positive(self, x):
+        return x == HUGE or (not _is_huge(x) and self.is_real(x) and self.mp.re(self.float(x)) > 0)
+
+    def of_huge(self, a, b, is_inverse=False):
+        """A product or quotient of which one is huge."""
+        if (
+            not b
+            or (_is_huge(b) and is_inverse)
+            or (not _is_huge(b) and abs(self.mp.mag(self.float(b))) > WIDEST)
+        ):
             raise Undecided
-        return value
+        return HUGE if self.is_positive(a) and self.is_positive(b) else HUGE_UNSIGNED
 
     def width(self, *values):
         return self.largest - self.smallest
 
     def float(self, x):
+        if _is_huge(x):
+            raise Undecided
         if not isinstance(x, Fraction):
             return x
         return self.mp.mpf(x.numerator) / x.denominator
@@ -184,17 +221,24 @@ class Evaluation:
         return not imaginary or self.mp.mag(imaginary) < self.mp.mag(x) - self.bits // 2
 
     def add(self, a, b):
+        if _is_huge(a) or _is_huge(b):
+            rest = b if _is_huge(a) else a
+            return (a if _is_huge(a) else b) if not _is_huge(rest) else _undecided()
         exact = isinstance(a, Fraction) and isinstance(b, Fraction)
         return a + b if exact else self.float(a) + self.float(b)
 
     def negate(self, a):
-        return -a
+        return HUGE_UNSIGNED if _is_huge(a) else -a
 
     def multiply(self, a, b):
+        if _is_huge(a) or _is_huge(b):
+            return self.of_huge(a, b) if _is_huge(a) else self.of_huge(b, a)
         exact = isinstance(a, Fraction) and isinstance(b, Fraction)
         return a * b if exact else self.float(a) * self.float(b)
 
     def divide(self, a, b):
+        if _is_huge(a) or _is_huge(b):
+            return self.of_huge(a, b, is_inverse=True) if _is_huge(a) else _undecided()
         if not b or (not isinstance(b, Fraction) and not self.is_sure(b)):
             raise NoValue
         exact = isinstance(a, Fraction) and isinstance(b, Fraction)
@@ -211,6 +255,9 @@ class Evaluation:
         return self.divide(a, Fraction(100))
 
     def power(self, a, b):
+        if _is_huge(a) or _is_huge(b):
+            is_growing = (a == HUGE and self.is_positive(b)) or (b == HUGE and self.is_positive(a) and a >= 2)
+            return HUGE if is_growing and b != HUGE_UNSIGNED else _undecided()
         if isinstance(b, Fraction) and b.denominator == 1 and isinstance(a, Fraction):
             if not a and b < 0:
                 raise NoValue
@@ -224,7 +271,8 @@ class Evaluation:
         if self.mp.isinf(base) or self.mp.isinf(exponent):
             raise NoValue
         if self.mp.mag(exponent) > 64 or abs(exponent) * (abs(self.mp.mag(base)) + 1) > 4 * LARGEST:
-            raise Undecided
+            is_growing = self.is_positive(a) and self.is_positive(b) and self.mp.re(base) >= 2
+            return HUGE if is_growing else _undecided()
         return self.mp.power(base, exponent)
 
     def no_value(self):
@@ -248,7 +296,9 @@ class Evaluation:
         if name == "root":
             return self.root(values[0], values[1])
         if name in ("ln", "log"):
-            base = self.float(values[1]) if len(values) > 1 else self.mp.e if name == "ln" else self.mp.mpf(10)
+            base = (
+                self.float(values[1]) if len(values) > 1 else self.mp.e if name == "ln" else self.mp.mpf(10)
+            )
             if not x or not base or base == 1:
                 raise NoValue
             return self.mp.log(x) / self.mp.log(base)
@@ -329,10 +379,14 @@ class Evaluation:
         if isinstance(a, Fraction) and a.denominator == 1 and 0 <= a <= 1500:
             return Fraction(math.factorial(int(a)))
         x = self.float(a)
-        if not self.is_real(x) or self.mp.isinf(x) or (isinstance(a, Fraction) and a.denominator == 1 and a < 0):
+        if (
+            not self.is_real(x)
+            or self.mp.isinf(x)
+            or (isinstance(a, Fraction) and a.denominator == 1 and a < 0)
+        ):
             raise NoValue
         if self.mp.mag(x) > 12:
-            raise Undecided
+            return HUGE if self.is_positive(x) else _undecided()
         return self.mp.gamma(x + 1)
 
     def binom(self, n, k):
@@ -340,7 +394,9 @@ class Evaluation:
             if not 0 <= k or not 0 <= n <= 10**6 or min(k, n - k) > 1500:
                 raise Undecided
             return Fraction(math.comb(int(n), int(k)))
-        return self.divide(self.factorial(n), self.multiply(self.factorial(k), self.factorial(self.add(n, -k))))
+        return self.divide(
+            self.factorial(n), self.multiply(self.factorial(k), self.factorial(self.add(n, -k)))
+        )
 
     def gcd(self, *values):
         return Fraction(math.gcd(*map(self.integer, values)))

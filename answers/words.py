@@ -108,7 +108,9 @@ FIGURES = (
     "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 )
 ORDINALS = "half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth"
-NEGATIONS = "not no non none never without neither nor except isn't isnt aren't arent wasn't wasnt ain't cannot can't"
+NEGATIONS = (
+    "not no non none never without neither nor except isn't isnt aren't arent wasn't wasnt ain't cannot can't"
+)
 OPERATIONS = (
     "minus plus negative times over divided multiplied point squared cubed factorial root mod modulo twice double "
     "triple thrice halved doubled tripled"

@@ -26,7 +26,7 @@ import math_rules
 from common import ROOT, write_results
 
 sys.path.insert(0, str(ROOT))
-from answers.judge import all_math_equal
+from answers.maths import all_math_equal
 
 
 class Pair(NamedTuple):

@@ -198,7 +198,8 @@ def _print_gold(problems, functions, config, decoder):
     missed = [(p.problem, total) for p, total in paid if not total >= best - 1e-9]
     right = right_answers(texts, golds, config.answer_format, config.grading)
     earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
-    _print("gold answers", f"{earn}, {sum(right)} count as right")
+    undecided = f", {right.count(None)} are undecided" if None in right else ""
+    _print("gold answers", f"{earn}, {right.count(True)} count as right{undecided}")
     for problem, total in missed[:10]:
         print(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
     scored = next(p for p, total in paid if not math.isnan(total))
@@ -242,11 +243,13 @@ def _print_pass_rate(decoder, problems, config):
     texts = [p.answered(completion).text for p, completion in pairs]
     answers = [p.problem.answer for p in problems for _ in range(G)]
     right = right_answers(texts, answers, config.answer_format, config.grading)
-    rates = [statistics.fmean(right[i : i + G]) for i in range(0, len(right), G)]
+    rates = [statistics.fmean(map(bool, right[i : i + G])) for i in range(0, len(right), G)]
     mean = statistics.fmean(rates)
     silent = statistics.fmean(rate in (0, 1) for rate in rates)
     cut_off = statistics.fmean(~rollout.ended.cpu().numpy())
     asked = f"{len(problems)} problems x {G} (single paths, {seconds:.1f} s)"
+    if None in right:
+        asked += f", {right.count(None)} answers undecided"
     silence = f"{silent:.2f} of the groups carry no signal from right and wrong alone"
     _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off; {silence}")
     if advice := _advice(mean, silent):

@@ -19,7 +19,7 @@ from rewards import GRADINGS
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
-PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes math-verify triton".split()
+PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes mpmath triton".split()
 
 
 def setting(default, text, **roles):
@@ -78,7 +78,7 @@ class TrainConfig:
     )
     grading: str = setting(
         "number",
-        "what is right: number, the same characters or number; math, the same object (math-verify)",
+        "what is right: number, the same characters or number; math, the same mathematical object",
         inherited=True,
     )
     system_prompt_file: str | None = setting(
@@ -339,18 +339,16 @@ def check_one_of(config, name, values):
     check(config, name, lambda v: v in values, "must be one of " + ", ".join(values))
 
 
-def needs_package(config, name, needed, package, otherwise, install=None):
+def needs_package(config, name, needed, package, otherwise):
     """Refuse a setting whose package is missing; `otherwise` is the value that does without it."""
     if needed and find_spec(package) is None:
-        remedy = f"needs a package: pip install {install or package}, or say --{name} {otherwise}"
+        remedy = f"needs a package: pip install {package}, or say --{name} {otherwise}"
         raise SettingError(name, getattr(config, name), remedy)
 
 
 def check_prompting(config):
     """The settings that decide what the model reads, shared with the evaluation; keeps a file's text."""
     check_one_of(config, "grading", GRADINGS)
-    math_verify = "'math-verify[antlr4-13-2]'"
-    needs_package(config, "grading", config.grading == "math", "math_verify", "number", install=math_verify)
     object.__setattr__(config, "system_prompt", system_prompt_text(config))
     Prompting.of(config)
 

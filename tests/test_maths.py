@@ -1,18 +1,14 @@
 """Whether two MATH answers are the same object: by hand, on hazards, from threads, and on MATH-500."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from answers import judge
-from answers.judge import all_math_equal, math_equal
+from answers import maths
+from answers.maths import all_math_equal, math_equal
+from answers.tokens import tokenise
 from small_growth import growth
 
 ROOT = Path(__file__).parents[1]
@@ -91,92 +87,157 @@ OTHER = [
     (r"\sin 30", r"\sin 30^\circ"), ("5 or more", "5"), (r"5\text{ or more}", "5"), ("more than 5", "5"),
     (r"\text{all real numbers except 2}", r"\mathbb{R}"), (r"\sqrt2 \approx 1.41", "1.41"), ("q-p", "p - q"),
 ]  # fmt: skip
+# Right answers that a list of rewritings refused, and others of their kinds.
+ALSO_SAME = [
+    (r"\frac12 ab", r"\frac{ab}{2}"), (r"ab\pi", r"\pi ab"), ("3 xy", "3xy"), ("cot 45°", "1"),
+    ("sec 60°", "2"), ("f(x) = x^2+1", "x^2+1"), ("x=1; x=2", "1,2"), ("-1; 2", "-1,2"),
+    ("(1,2);(3,4)", "(1,2),(3,4)"), ("⅓", r"\frac13"), ("1⅔", r"\frac53"),
+    (r"\{x \mid x > 3\}", r"(3,\infty)"), ("5 million", "5000000"), (r"\text{Yes.}", "yes"),
+    ("42 m²", "42"), (r"42\degree", "42"), ("Rs.42", "42"), ("48 ft²", "48"), (r"42\text{ cm}^2", "42"),
+    (r"42\,\text{cm}^3", "42"), (r"12 \frac{\text{m}}{\text{s}}", "12"), (r"\frac12 bh", r"\frac{bh}{2}"),
+    ("42 apples", "42"), (r"12\text{ students}", "12"), ("60 km/h", "60"), (r"60\text{ km/h}", "60"),
+    (r"9.8\ \text{m/s}^2", "9.8"), ("9.8 m/s^2", "9.8"), ("3 square feet", "3"), ("5 sq. ft.", "5"),
+    ("12 miles per hour", "12"), ("$18", "18"), (r"\$18.90", "18.9"), ("18 dollars", r"\$18"), ("x=5", "5"),
+    ("5", "x=5"), ("A = 5 cm^2", "5"), (r"\text{Area} = 42", "42"), ("x = 3, y = 4", "y=4,x=3"),
+    ("(C)", r"\text{(C)}"), ("C", r"\text{(C)}"), (r"\{1,2,3\}", r"\{3,2,1\}"), ("1, 2, and 3", "3,2,1"),
+    ("2 and -2", r"\pm 2"), ("x<1 or x>5", r"(-\infty,1)\cup(5,\infty)"), (r"x \le 3", r"(-\infty,3]"),
+    (r"\{x \in \mathbb{R} : x>3\}", r"(3,\infty)"), ("0.5", r"\frac{1}{2}"), (".5", "1/2"), ("1/2", "0.50"),
+    ("2^{10}", "1024"), ("(x-1)^2", "x^2-2x+1"), (r"\sqrt{x^2}", "|x|"),
+    (r"\sin^{-1}(1)", r"\frac{\pi}{2}"), (r"\log_2 8", "3"), (r"\lfloor 3.7 \rfloor", "3"), (r"10\%", "10"),
+    (r"50\%", "50 percent"), ("5 cm", "5 centimeters"), ("42.", "42"), ("**42**", "42"), ("`42`", "42"),
+    (r"$\frac{3}{4}$", "0.75"), (r"\(x+1\)", "1+x"), ("5,000", "5000"), (r"2 \times 3", "6"),
+    (r"3\cdot 10^5", "300000"), ("3×10⁵", "300000"), ("x y", "xy"), (r"12\text{ ways to do it}", "12"),
+    (r"5\text{ in}", "5"), ("5 in", "5"), ("5 ft", "5"), ("2 hours", "2"), ("-5 °C", "-5"),
+    ("30 minutes", "30"), (r"\tfrac{1}{2}", "0.5"), (r"\frac{a}{b}", "a/b"),
+    (r"\dfrac{\sqrt{3}}{2}", r"\sqrt{3}/2"), (r"\left\{1,2\right\}", "{2,1}"),
+    (r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"(3, \tfrac{\pi}{2})", r"\left(3,\frac{\pi}{2}\right)"), (r"e^{\ln 2}", "2"),
+    ("no solution", r"\text{no solution}"), (r"\$5.4", r"5.4\text{ dollars}"), ("5.4 cents", "5.4"),
+    ("4343_6", "4343_{6}"), ("90", r"90^\circ"), (r"\theta = 90^\circ", "90"), ("2x^{2}+3x", "3x+2x²"),
+    ("{1,2}", "1,2"), (r"\boxed{\text{even}}", "even"), (r"3\mathbf{i}+4\mathbf{j}", "3i+4j"),
+    ("y=2x+3", "y = 3+2x"), (r"2\pi r", "2 r π"), (r"\frac{x}{2}", "0.5x"),
+    (r"\cos(30^{\circ})", r"\frac{\sqrt3}{2}"), (r"10,\!080", "10080"), (r"\infty", "∞"), ("+5", "5"),
+    ("(5)", "5"), (r"\text{5 cm}", "5"), (r"\text{(A) and (B)}", r"\text{A, B}"), ("42 km", "42"),
+    (r"\left(-\infty, 3\right]", r"x \leq 3"), (r"11\sqrt{2}", "11√2"), ("5 m", "5"),
+    (r"\text{north-east}", "north-east"), ("17 years old", "17"), (r"\dfrac{5}{2}\text{ units}", "2.5"),
+    ("6 square units", "6"), ("x > -2", "-2 < x"), (r"\$ 7", "7"), ("7 USD", "7"), ("US$7", "7"),
+    ("€7", "7"), (r"5\,\text{km}\cdot\text{h}^{-1}", "5"), (r"x\neq 2", r"x \ne 2"), (r"\sqrt[3]{8}", "2"),
+    ("(-8)^{1/3}", "(-8)^{1/3}+0"), (r"\sqrt[3]{-8}", "-2"), (r"2^n\cdot 2", "2^{n+1}"),
+    ("n(n+1)/2", r"\frac{n^2+n}{2}"), (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"), (r"\frac{n!}{(n-1)!}", "n"),
+]  # fmt: skip
+# Wrong answers that it paid, and others of their kinds.
+ALSO_OTHER = [
+    ("2ab", "2"), (r"\pi ab", r"\pi"), ("x^2ab", "x^2"), ("5 theta", "5"), ("AB", "ab"),
+    ("2sin(x)", "2sin(y)"), ("3log x", "3"), ("arctan 1", "1"), ("cot 45°", "45"), ("5 and a half", "5"),
+    (r"5\text{ hours, thirty minutes}", "5"), ("42 minus one", "42"), ("two-thirds of 42", "42"),
+    ("isn't 42", "42"), ("three point 5", "5"), (r"10\% \cdot 50", "500"), ("7pq", "7"), ("2 ab", "2"),
+    ("42 below zero", "42"), ("5 degrees below zero", "5"), ("at least 5", "5"), ("5 or 6", "5"),
+    ("5 hundredths", "5"), ("half of 42", "42"), ("42 halves", "42"), ("5 or so less", "5"),
+    (r"42\text{ and a half}", "42"), ("minus 5", "5"), ("not 5", "5"), ("twice 5", "5"), ("sec 60°", "60"),
+    ("csc 30", "2"), ("ln 5", "5"), ("log x", "x"), ("sin x", "x"), (r"x\sin", "x"), ("2^{2ab}", "4"),
+    ("aB", "Ab"), (r"15\text{ cm}^2", r"15\text{ cm}^3"), ("5 km", "5 m"), ("5,", "5,6"),
+    ("f(x)=x^2", "f(x)=x^3"), (r"\{x|x>3\}", r"[3,\infty)"), ("42%", "0.42"), ("[1,2)", "(1,2)"),
+    ("3 xyz", "3"), ("2abc", "2"), ("5 cm^2 + x", "5"), ("42 e", "42"), ("42i", "42"), ("42 or 43", "42"),
+    ("42 times 2", "42"), ("x=1; x=2", "1"), ("1/2x", "1/2"), (r"\frac{1}{2}x", "1/2"), ("y=x^2", "x^2"),
+    ("5 plus", "5"), (r"5^\circ F", r"5^\circ C"), ("3:2", "2:3"), ("5 thirds", "5"), ("5 squared", "5"),
+    ("1.5e", "1.5"), (r"\sqrt{2}ab", r"\sqrt 2"), ("5!", "5"), ("|5", "5"), (r"5\ldots", "5"), ("+-5", "5"),
+    ("--5", "5"), ("x_1", "x_2"), ("x_{12}", "x_{21}"), (r"\mathbb{Z}", r"\mathbb{R}"), (r"2\theta", "2"),
+    (r"5\alpha", "5"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("left", "right"), SAME)
+@pytest.mark.parametrize(("left", "right"), SAME + ALSO_SAME)
 def test_two_spellings_of_one_object(left, right):
-    assert math_equal(left, right)
-    assert math_equal(right, left)
+    assert math_equal(left, right) is True
+    assert math_equal(right, left) is True
 
 
-@pytest.mark.parametrize(("left", "right"), OTHER)
+UNDECIDED = [
+    ("9^{9^9}", "9^{9^9}+1"),
+    (r"2^{-9^{9^9}}", "0"),
+    ("9^{9^9}-9^{9^9}+42", "42"),
+    (r"\sin(9^{9^9})", "1"),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), OTHER + ALSO_OTHER)
 def test_two_objects(left, right):
-    assert not math_equal(left, right)
-    assert not math_equal(right, left)
+    if (left, right) in UNDECIDED:
+        return
+    assert math_equal(left, right) is False
+    assert math_equal(right, left) is False
+
+
+@pytest.mark.parametrize(("left", "right"), UNDECIDED)
+def test_numbers_too_large_to_be_told_apart_are_undecided(left, right):
+    assert math_equal(left, right) is None
+    assert math_equal(right, left) is None
+
+
+def test_what_is_undecided_depends_on_nothing_beside_it():
+    """Eight powers used up the time of a batch, and an equal pair after them was refused."""
+    answers = [f"9^{{9^9}}+{i}" for i in range(8)] + ["42", "(u+1)^2"] + [f"x^2+{i}" for i in range(3000)]
+    references = ["9^{9^9}"] * 8 + ["42", "u^2+2u+1"] + [f"{i}+x^2" for i in range(3000)]
+    verdicts = all_math_equal(answers, references)
+    assert verdicts[:8] == [False] + [None] * 7 or verdicts[:8] == [None] * 8
+    assert verdicts[8:] == [True] * 3002
+
+
+def test_work_is_bounded_by_what_is_given_and_not_by_a_clock():
+    many = " + ".join(f"\\sin({i}x)" for i in range(1, 90))
+    assert math_equal(many, f"0 + {many}") is True
+    assert math_equal(many, f"0 + {many}", timeout=0.001) is None
 
 
 HAZARDS = [
     "9^{9^9}", r"\frac{1}{3^{9^9}}+x", "10000000!", "(" * 900 + "x" + ")" * 900, r"\frac{" * 300,
-    r"\boxed{" * 300, "x^{" * 300 + "2" + "}" * 300, "1+" * 900 + "1", r"\pm" * 200, "{" * 1500,
-    "\0", "\ud800", "__import__('os').system('touch PWNED')",
+    r"\boxed{" * 300, "x^{" * 300 + "2" + "}" * 300, "1+" * 900 + "1", r"\pm" * 200, "{" * 1500, "1," * 900 + "2",
+    "\0", "\ud800", "__import__('os').system('touch PWNED')", "|" * 1000, "x_" * 900, "sin" * 600, r"\sin" * 400,
+    r"\text{" * 300, "e^" * 900 + "2", "9^" * 900 + "9", "((" * 500 + "1", "1/" * 900 + "3", "-" * 1500 + "5",
+    r"\begin{matrix}" * 100, "5!" + "!" * 1000, r"\sqrt" * 300 + "2", "5" + "%" * 1000, "²" * 700, "⅓" * 900,
 ]  # fmt: skip
 
 
-@pytest.fixture
-def questions(monkeypatch):
-    """The seconds that children are given, one number for each question that is put to one."""
-    given = []
-    put = judge._Child._ask
-
-    def note_and_put(child, timeout, question):
-        given.append(timeout)
-        return put(child, timeout, question)
-
-    monkeypatch.setattr(judge._Child, "_ask", note_and_put)
-    return given
-
-
-@pytest.mark.slow
-def test_what_would_take_for_ever_is_not_equal_and_its_child_is_given_its_time_once(
-    tmp_path, monkeypatch, questions
-):
+@pytest.mark.parametrize("text", HAZARDS)
+def test_no_text_raises_or_is_taken_for_another(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for text in HAZARDS:
-        questions.clear()
-        assert math_equal(text, "42+x", timeout=0.2) is False
-        assert sum(questions) <= 0.2, text[:20]
-    assert math_equal("x+42", "42+x"), "the pool still answers"
+    assert not math_equal(text, "42+x")
+    assert not math_equal(text, "42")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_big_power_is_left_alone(questions):
-    assert not math_equal("9^{9^9}", "42+x", timeout=0.2)
-    assert questions == [0.2]
-
-
 PIECES = [
-    "\\a", "\\frac1\\approx ", "{a\\choose ", "√1", "5 base ", "5_", "1,000,", "\\sin 3", "\\text{a}", "¹",
-    "or more ", "\\pi", "\\alpha{1}", "1.1",
+    "\\a", "\\frac1\\approx ", "{a\\choose ", "√1", "5 base ", "5_", "1,000,", "\\sin 3", "\\text{a}", "¹", "(", "|x",
+    "or more ", "\\pi", "\\alpha{1}", "1.1", "5 ", "m ", "{", "\\frac", "x=", "1<", "a,", "\\cup(", "m/", "-",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_our_own_rules_take_at_most_quadratic_time(piece, monkeypatch):
-    """A pattern with two stars before its end took minutes on a thousand commands, and nothing ended it.
-
-    Eleven times \\alpha{1} and a semicolon took 22 seconds, for a command was also read as its letters.
-    """
-    monkeypatch.setattr(judge, "_asked", lambda *question: False)
+    """A pattern with two stars before its end took minutes on a thousand commands, and nothing ended it."""
+    monkeypatch.setattr(maths, "_read", maths._read.__wrapped__)
+    monkeypatch.setattr(maths, "_compared", maths._compared.__wrapped__)
     for template in ("{}", "5{}", "x={}y", "{}+;"):
         short, long = (template.format(piece * (size // len(piece))) for size in (497, 1988))
         assert not math_equal(long, "x+42")
         assert growth(lambda text: math_equal(text, "x+42"), short, long, limit=32) < 32
 
 
-@pytest.mark.slow
-def test_many_pairs_are_bounded_together(questions):
-    """In all each child has time for four questions, and one more may have begun."""
-    answers = [f"9^{{9^9}}+{i}" for i in range(40)] + ["x+1"]
-    equal = all_math_equal(answers, ["x+7"] * 40 + ["1+x"], timeout=0.2, in_all=0.8)
-    assert 1 <= len(questions) <= 5 * judge._children().size < 40
-    assert not any(equal[:40])
+def test_every_character_is_in_a_token():
+    """Nothing is thrown away because it was not understood; only spaces and size commands are."""
+    text = r"\left( 3a_1 ; \odot \text{ü b} \big| 5 \% ? \mathbf{v} ' \begin{array}{cc} 1 & 2 \end{array} \right)"
+    values = [token.value for token in tokenise(text)]
+    assert values == [
+        "(", "3", "a", "_", "1", ";", "odot", "ü", "b", "|", "5", "%", "?", "v", "'", "begin array", "1", "&", "2",
+        "end array", ")",
+    ]  # fmt: skip
 
 
 def test_from_threads_at_once():
     equal = [None] * 12
 
     def ask(i):
-        equal[i] = math_equal(f"(u+{i})^2", f"u^2+{2 * i}u+{i * i}")
+        equal[i] = math_equal(f"\\sin^2(u+{i})", f"1-\\cos^2(u+{i})")
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
     for thread in threads:
@@ -184,60 +245,6 @@ def test_from_threads_at_once():
     for thread in threads:
         thread.join(timeout=60)
     assert all(equal)
-
-
-def test_a_child_that_dies_is_replaced():
-    assert math_equal("v+1", "1+v")
-    for child in list(judge._children().idle.queue):
-        if child.process is not None:
-            os.kill(child.process.pid, signal.SIGKILL)
-    assert math_equal("v+2", "2+v")
-
-
-ASK = "from answers import judge; assert judge.math_equal('w+1', '1+w')\n"
-SHOW = "print([child.process.pid for child in judge._children().idle.queue if child.process], flush=True)\n"
-
-
-def start(program, folder):
-    """A python in a folder with other `answers`, which must not be taken for the project's."""
-    (folder / "answers.py").write_text("raise SystemExit('the wrong answers')")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
-
-
-def ends(pid):
-    """Whether a process ends, or waits for its parent to notice, within some seconds."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-@pytest.mark.slow
-def test_no_child_outlives_its_parent(tmp_path):
-    parent = start(ASK + SHOW, tmp_path)
-    pids = json.loads(parent.communicate()[0])
-    assert parent.returncode == 0
-    assert pids
-    assert all(map(ends, pids)), "a child is still there"
-
-
-@pytest.mark.slow
-def test_a_child_that_is_busy_when_its_parent_is_killed_ends_at_its_time(tmp_path):
-    parent = start(ASK + SHOW + "judge.math_equal('9^{9^9}', '42+x', timeout=1.0)", tmp_path)
-    (pid,) = json.loads(parent.stdout.readline())
-    time.sleep(0.5)
-    parent.kill()
-    parent.communicate()
-    ended = ends(pid)
-    if not ended:
-        os.kill(pid, signal.SIGKILL)
-    assert ended, "the child goes on without its parent"
 
 
 @pytest.mark.skipif(not MATH500.exists(), reason="MATH-500 is not beside this checkout")

@@ -1,1 +1,0 @@
-from answers.maths import all_math_equal, math_equal  # noqa: F401
