@@ -23,7 +23,7 @@ from answers.words import (
     is_label,
 )
 
-DEEPEST = 40  # brackets within brackets
+MOST_TOKENS, DEEPEST = 800, 40  # of an answer, and brackets within brackets
 MAX_DIGITS = 4300
 RELATIONS = {"<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!="}
 ENCLOSING = {"|": "|", "lfloor": "rfloor", "lceil": "rceil"}
@@ -37,7 +37,6 @@ INVERSES = {
     "csc": "arccsc",
 }
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log"}
-EMPTY = {("sign", r"\{", "sign", r"\}"), ("command", "emptyset")}
 REALS = ("()", (("expression", ("negate", ("infinity",)), {}), ("expression", ("infinity",), {})))
 
 
@@ -47,7 +46,11 @@ class NotUnderstood(Exception):
 
 def read(tokens):
     """The object that tokens say; NotUnderstood where they say none."""
-    if not tokens:
+    depth = deepest = 0
+    for token in tokens:
+        depth += token.is_(*OPENERS) - token.is_(*CLOSERS)
+        deepest = max(deepest, depth)
+    if not 0 < len(tokens) <= MOST_TOKENS or deepest > DEEPEST:
         raise NotUnderstood
     return _object(tokens, 0)
 
@@ -405,50 +408,45 @@ class Reader:
             tree = ("negate", tree)
         if self.next().kind != "end":
             after = Unit(self.tokens[self.at :]).whole()
-            unit = _of_cents(unit, after)
+            if unit and after and unit != after:
+                raise NotUnderstood
+            unit = unit or after
         if tree[0] in ("degrees", "percent") and not unit:
             tree, unit = tree[1], {"degree" if tree[0] == "degrees" else "percent": 1}
         return "expression", tree, unit
 
     def sum(self):
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise NotUnderstood
-        sign = self.take("+", "-")
-        if self.next().is_("+", "-"):
-            raise NotUnderstood
-        tree = self.product()
-        if sign and sign.value == "-":
-            tree = ("negate", tree)
-        while self.next().is_("+", "-"):
-            sign = self.take().value
+        terms = []
+        while not terms or self.next().is_("+", "-"):
+            sign = self.take("+", "-")
             if self.next().is_("+", "-"):
                 raise NotUnderstood
-            other = self.product()
-            tree = ("add", tree, ("negate", other) if sign == "-" else other)
-        self.depth -= 1
-        return tree
+            term = self.product()
+            terms.append(("negate", term) if sign and sign.value == "-" else term)
+        return ("add", *terms) if len(terms) > 1 else terms[0]
 
     def product(self):
-        tree = self.signed_factor()
+        factors, slashes = [self.signed_factor()], 0
         was_slash = False
         while True:
             if self.next().is_("cdot") or self.is_times():
                 self.take()
-                tree, was_slash = ("multiply", tree, self.signed_factor()), False
-            elif self.next().is_("/", "div"):
-                if self.starts_unit():
-                    return tree
+                factors.append(self.signed_factor())
+                was_slash = False
+            elif self.next().is_("/", "div") and not self.starts_unit():
                 self.take()
-                tree, was_slash = ("divide", tree, self.signed_factor()), True
+                factors = [("divide", _product(factors), self.signed_factor())]
+                slashes, was_slash = slashes + 1, True
             elif self.next().is_("frac") and self.starts_unit():
-                return tree
+                return _product(factors)
             elif self.starts_factor():
                 if was_slash and not self.next().spaced:
                     raise NotUnderstood  # 1/2x
-                tree = ("multiply", tree, self.factor(tree))
+                factors.append(self.factor(factors[-1]))
             else:
-                return tree
+                return _product(factors)
+            if slashes > DEEPEST:
+                raise NotUnderstood
 
     def is_times(self):
         """The x of 6.7 x 10^{-5}."""
@@ -516,8 +514,7 @@ class Reader:
                 tree = ("power", tree, self.exponent())
                 if self.next().is_("^"):
                     raise NotUnderstood
-            elif self.next().is_("!"):
-                self.take()
+            elif self.take("!"):
                 if self.next().is_("!"):
                     raise NotUnderstood
                 tree = ("call", "factorial", (tree,))
@@ -525,6 +522,8 @@ class Reader:
                 self.take()
                 tree = ("degrees", tree)
             elif self.take("%"):
+                if self.next().is_("%", "!", "^"):
+                    raise NotUnderstood
                 tree = ("percent", tree)
             elif (scale := self.scale()) is not None:
                 tree = ("multiply", tree, ("number", scale))
@@ -608,6 +607,15 @@ class Reader:
         return ("number", whole[1] + top / bottom)
 
     def primary(self):
+        """One thing: a number, letter, bracket, or command with its arguments."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise NotUnderstood
+        tree = self.one_thing()
+        self.depth -= 1
+        return tree
+
+    def one_thing(self):
         token = self.next()
         if token.kind in ("number", "scientific", "repeating"):
             return self.numeral(self.take())
@@ -783,8 +791,10 @@ class Reader:
                 return tuple(map(_tree, parts)) if not base else _refuse()
             return (self.bracketed_argument(), *more)
         tree = self.signed_factor()
+        factors = [tree]
         while self.starts_factor() and not self.next().is_("(", "[") and self.next().value not in FUNCTIONS:
-            tree = ("multiply", tree, self.factor(tree))
+            factors.append(self.factor(factors[-1]))
+        tree = _product(factors)
         if self.next().is_("/"):
             raise NotUnderstood  # \sin x/2
         return (tree, *more)
@@ -794,8 +804,8 @@ class Reader:
         return ("degrees", tree) if self.take("deg") else tree
 
 
-def _of_cents(before, after):
-    return after if not before or after == before else _refuse() if after else before
+def _product(factors):
+    return ("multiply", *factors) if len(factors) > 1 else factors[0]
 
 
 class Unit(Reader):

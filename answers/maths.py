@@ -6,13 +6,13 @@ from functools import lru_cache
 from answers.grammar import NotUnderstood, read
 from answers.numbers import parse_number
 from answers.tokens import tokenise
-from answers.values import WORK_A_SECOND, NoValue, Undecided, proportional, same_value
+from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
 
 LONGEST = 2000  # characters; no answer in MATH comes near it
 MOST_MEMBERS = 40  # of a set whose members are compared each with each
 
 
-def math_equal(answer, reference, timeout=5.0):
+def math_equal(answer, reference, timeout=1.0):
     """Whether two answers, texts as extracted, denote the same mathematical object: True, False or None.
 
     None: undecided, since the numbers are too large, or it might take longer than `timeout` seconds. That bounds
@@ -32,7 +32,7 @@ def math_equal(answer, reference, timeout=5.0):
     return _compared(answer, reference, timeout)
 
 
-def all_math_equal(answers, references, timeout=5.0):
+def all_math_equal(answers, references, timeout=1.0):
     """math_equal of each pair; a pair that occurs again is compared once."""
     return [math_equal(*pair, timeout) for pair in zip(answers, references, strict=True)]
 
@@ -47,10 +47,7 @@ def _compared(answer, reference, timeout):
     if one is None or two is None:
         numbers = parse_number(answer), parse_number(reference)
         return None not in numbers and numbers[0] == numbers[1]
-    try:
-        return Comparison(timeout * WORK_A_SECOND).same(one, two)
-    except RecursionError:
-        return None
+    return Comparison(Budget(timeout * WORK_A_SECOND)).same(one, two)
 
 
 @lru_cache(maxsize=20_000)
@@ -59,15 +56,15 @@ def _read(text):
     tokens = tokenise(text)
     try:
         return tokens, read(tokens)
-    except (NotUnderstood, RecursionError):
+    except NotUnderstood:
         return tokens, None
 
 
 class Comparison:
     """Of two objects of the grammar; every verdict is True, False, or None for undecided."""
 
-    def __init__(self, work):
-        self.work = work  # for each question to answers.values
+    def __init__(self, budget):
+        self.budget = budget
 
     def same(self, a, b):
         kinds = {a[0], b[0]}
@@ -147,7 +144,7 @@ class Comparison:
 
     def ask(self, question, *trees):
         try:
-            return question(*trees, self.work)
+            return question(*trees, self.budget)
         except Undecided:
             return None
         except NoValue:

@@ -4,6 +4,7 @@ nothing is rounded; expressions with letters at some points, where two different
 Work is bounded by the size of numbers, not by a clock: Undecided is raised where it would take more.
 """
 
+import functools
 import math
 import threading
 import zlib
@@ -20,7 +21,6 @@ WORK_A_SECOND = (
     1_000_000  # functions that are computed, times the bits of each: what a slow core does at least
 )
 POINTS = 4
-FACTORS = {"degrees": Fraction(1), "percent": Fraction(1, 100)}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
 _local = threading.local()
 
@@ -53,13 +53,25 @@ def _has(tree, kind):
     return tree[0] == kind or any(_has(part, kind) for part in _parts(tree))
 
 
-def same_value(a, b, work):
+class Budget:
+    """The work that is left for a pair of answers."""
+
+    def __init__(self, work):
+        self.left = work
+
+    def spend(self, work):
+        self.left -= work
+        if self.left < 0:
+            raise Undecided
+
+
+def same_value(a, b, budget):
     """Whether two trees are equal wherever both are real (everywhere, if i occurs). Undecided if too large."""
     points = range(POINTS) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:
         try:
-            is_equal, is_real = _equal_at(a, b, point, work)
+            is_equal, is_real = _equal_at(a, b, point, budget)
         except NoValue:
             continue
         (real if is_real or _has(a, "i") or _has(b, "i") else complex_).append(is_equal)
@@ -67,18 +79,18 @@ def same_value(a, b, work):
     return bool(verdicts) and all(verdicts)
 
 
-def proportional(one, two, is_positive, work):
+def proportional(one, two, is_positive, budget):
     """Whether one tree is a constant times the other (a positive one), by their ratios at several points."""
     names = symbols(one)
     if names != symbols(two) or not names:
         return False  # a statement about numbers is no value
     product = _times(one, two)
-    if is_positive and not all(_positive_at(product, point, work) for point in range(POINTS)):
+    if is_positive and not all(_positive_at(product, point, budget) for point in range(POINTS)):
         return False
     # one(p) two(q) = one(q) two(p)
     for point in range(1, POINTS):
         pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
-        if not same_value(*pair, work) or same_value(_at(one, point), ("number", Fraction(0)), work):
+        if not same_value(*pair, budget) or same_value(_at(one, point), ("number", Fraction(0)), budget):
             return False
     return True
 
@@ -96,8 +108,8 @@ def _at(tree, point):
     return (tree[0], *(_at(part, point) if isinstance(part, tuple) else part for part in tree[1:]))
 
 
-def _positive_at(tree, point, work):
-    value = Evaluation(250, point, work).of(tree)
+def _positive_at(tree, point, budget):
+    value = Evaluation(250, point, budget).of(tree)
     return (isinstance(value, Fraction | mpmath.mpf) and value > 0) or (
         not mpmath.im(value) and mpmath.re(value) > 0
     )
@@ -110,9 +122,9 @@ def value_of(name, point):
     return -size if (point and (code >> 20) & 1) or point == 1 else size
 
 
-def _equal_at(a, b, point, work):
+def _equal_at(a, b, point, budget):
     """(equal, both are real) at a point."""
-    first = Evaluation(250, point, work)
+    first = Evaluation(250, point, budget)
     x, y = first.of(a), first.of(b)
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y, True
@@ -125,7 +137,7 @@ def _equal_at(a, b, point, work):
         return False, first.is_real(x) and first.is_real(y)
     if width > WIDEST:
         raise Undecided
-    second = Evaluation(3 * width + 500, point, work - first.work)
+    second = Evaluation(3 * width + 500, point, budget)
     x, y = second.of(a), second.of(b)
     return second.near(x, y, second.largest - width - 300), second.is_real(x) and second.is_real(y)
 
@@ -147,12 +159,12 @@ class Evaluation:
     have occurred.
     """
 
-    def __init__(self, bits, point, work):
+    def __init__(self, bits, point, budget):
         if not hasattr(_local, "context"):
             _local.context = mpmath.mp.clone() if hasattr(mpmath.mp, "clone") else mpmath.MPContext()
         self.mp, self.point, self.bits = _local.context, point, bits
         self.mp.prec = bits
-        self.largest, self.smallest, self.work, self.most = 0, 0, 0, work
+        self.largest, self.smallest, self.budget = 0, 0, budget
 
     def of(self, tree):
         kind = tree[0]
@@ -165,6 +177,8 @@ class Evaluation:
         if kind == "call":
             return self.seen(self.call(tree[1], tree[2]))
         values = [self.of(part) for part in tree[1:]]
+        if kind in ("add", "multiply"):
+            return functools.reduce(lambda a, b: self.seen(getattr(self, kind)(a, b)), values)
         return self.seen(getattr(self, kind)(*values))
 
     def seen(self, value):
@@ -264,7 +278,7 @@ class Evaluation:
             size = max(a.numerator.bit_length(), a.denominator.bit_length()) * abs(b)
             if size <= EXACT_BITS:
                 return a ** int(b)
-        self.spend()
+        self.budget.spend(self.bits)
         if not a:
             return Fraction(0) if self.mp.re(self.float(b)) > 0 else self.no_value()
         base, exponent = self.float(a), self.float(b)
@@ -278,13 +292,8 @@ class Evaluation:
     def no_value(self):
         raise NoValue
 
-    def spend(self):
-        self.work += self.bits
-        if self.work > self.most:
-            raise Undecided
-
     def call(self, name, arguments):
-        self.spend()
+        self.budget.spend(self.bits)
         if name in TRIGONOMETRIC:
             return self.trigonometric(name, arguments)
         values = [self.of(argument) for argument in arguments]
