@@ -298,7 +298,7 @@ def _batch(completions):
 def _time_limit(where, completions, seconds):
     """Ends the process with one line where what is inside takes longer; 0 seconds: no limit.
 
-    The reward stays in the main thread, where SIGALRM (math-verify) and CUDA want it; a timer's thread ends it.
+    The reward stays in the main thread, where SIGALRM and CUDA want it; a timer's thread ends it.
     """
     if not seconds:
         yield

@@ -1,11 +1,12 @@
-"""What the tokens of an answer say: an object made of expressions, or nothing where a token was not understood.
+"""What the tokens of an answer say: an object made of expressions, or nothing where one was not understood.
 
-Objects are tuples (kind, ...): (expression, tree, unit), (words, text), (set, members), a pair of brackets such as
-("[)", members) for intervals and tuples, (matrix, rows), (determinant, rows), (equation, sides), (relation, sides,
-signs), (named, {name: object}). A unit is a dict {name: power}, empty where none is given.
+Objects are tuples: (expression, tree, unit), (words, text), (set, members), (matrix, rows), (determinant,
+rows), (equation, sides), (relation, sides, signs), (named, {name: object}), and a pair of brackets such as
+("[)", members) for intervals and tuples. A unit is {name: power}, empty where none is given.
 
-Trees are tuples too: (number, Fraction), (symbol, name), (pi,), (e,), (i,), (infinity,), (add, a, b), (multiply, a,
-b), (divide, a, b), (power, a, b), (negate, a), (degrees, a), (percent, a), (call, name, arguments).
+Trees are tuples, too: (number, Fraction), (symbol, name), (pi,), (e,), (i,), (infinity,), (add, a, b, ...),
+(multiply, a, b, ...), (divide, a, b), (power, a, b), (negate, a), (degrees, a), (percent, a), (call, name,
+arguments).
 """
 
 import re
@@ -125,7 +126,8 @@ def has_unknown(tokens):
 
 NAME = re.compile(
     r"[a-zA-Z]'?(?: _ (?:\{ )?\w+(?: \})?)?|[A-Z]{2,3}|\\(?:vec|bar|hat|overline) \{ \w+ \}|\[ [A-Z] \]"
-    r"|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+|\( \w(?: , (?:\w|\\[a-z]+))+ \)|(?P<function>[a-zA-Z] \( [\w, ]+ \))"
+    r"|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+|\( \w(?: , (?:\w|\\[a-z]+))+ \)"
+    r"|(?P<function>[a-zA-Z] \( [\w, ]+ \))"
 )
 
 
@@ -145,8 +147,9 @@ def _name(tokens):
 
 
 def _without_name(tokens):
-    r"""7 of `x = 7`, (0,3] of `x \in (0,3]`; an equation such as `y = 3x - 1` stays whole. A function that is
-    given by name and argument is its right side, and so is what is nearly a decimal: 1/3 of `1/3 \approx 0.33`.
+    r"""7 of `x = 7`, (0,3] of `x \in (0,3]`; an equation such as `y = 3x - 1` stays whole.
+
+    The right side alone of `f(x) = 3x`, and 1/3 of `\frac13 \approx 0.33`.
     """
     parts, _ = split(tokens, "approx")
     if len(parts) == 2 and spelt(parts[1]).lstrip("- ").replace(".", "").isdigit():
@@ -398,7 +401,7 @@ class Reader:
         return self.tokens[self.at - 1]
 
     def whole(self):
-        """(expression, tree, unit): all of the tokens, a currency before and a unit or label after included."""
+        """(expression, tree, unit) of all the tokens: a currency before, a unit or label after included."""
         unit = {}
         sign = self.take("-", "+") if self.next(1).is_(*CURRENCIES) else None
         if self.next().is_(*CURRENCIES):
@@ -509,26 +512,25 @@ class Reader:
         tree = self.mixed() if token.kind == "number" else self.primary()
         if left and left[0] == "number" and tree[0] == "number" and token.is_("{"):
             raise NotUnderstood  # 2{3}
-        while True:
-            if self.take("^"):
-                tree = ("power", tree, self.exponent())
-                if self.next().is_("^"):
-                    raise NotUnderstood
-            elif self.take("!"):
-                if self.next().is_("!"):
-                    raise NotUnderstood
-                tree = ("call", "factorial", (tree,))
-            elif self.next().is_("deg") and not self.starts_unit_with_scale():
-                self.take()
-                tree = ("degrees", tree)
-            elif self.take("%"):
-                if self.next().is_("%", "!", "^"):
-                    raise NotUnderstood
-                tree = ("percent", tree)
-            elif (scale := self.scale()) is not None:
-                tree = ("multiply", tree, ("number", scale))
-            else:
-                return tree
+        while (marked := self.marked(tree)) is not None:
+            tree = marked
+        return tree
+
+    def marked(self, tree):
+        """The tree with the power or mark that follows it; None where none follows."""
+        if self.take("^"):
+            if self.next(1).is_("^"):
+                raise NotUnderstood
+            return ("power", tree, self.exponent())
+        if self.take("!"):
+            return ("call", "factorial", (tree,)) if not self.next().is_("!") else _refuse()
+        if self.next().is_("deg") and not self.starts_unit_with_scale():
+            self.take()
+            return ("degrees", tree)
+        if self.take("%"):
+            return ("percent", tree) if not self.next().is_("%", "!", "^") else _refuse()
+        scale = self.scale()
+        return None if scale is None else ("multiply", tree, ("number", scale))
 
     def starts_unit_with_scale(self):
         """Whether °C or °F follows."""
@@ -809,7 +811,7 @@ def _product(factors):
 
 
 class Unit(Reader):
-    """Reads what follows a value: a unit with its powers and quotients, or words that say what was counted."""
+    """Reads what follows a value: a unit with its powers and quotients, or words that say what is counted."""
 
     def whole(self, units_only=False):
         """{name: power}, empty for a label."""
@@ -861,21 +863,26 @@ class Unit(Reader):
         if _is_power(self.next()):
             power = UNIT_POWERS[self.take().value.lower()]
             self.take(".")
-        word = self.next().value
-        name = UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 2 else None)
-        if name is None and self.next().is_(*CURRENCIES):
-            name = CURRENCIES[word]
+        name = self.name()
         if name is None:
             return None
         self.take()
-        if self.take("^"):
-            power = self.exponent()
-            if power[0] == "negate":
-                power = ("number", -power[1][1])
-            if power[0] != "number" or power[1].denominator != 1:
-                raise NotUnderstood
-            power = int(power[1])
-        return {name: power}
+        return {name: self.power() if self.take("^") else power}
+
+    def name(self):
+        """The name of the unit that comes next; None for another word."""
+        token = self.next()
+        if token.is_(*CURRENCIES):
+            return CURRENCIES[token.value]
+        word = token.value
+        return UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 2 else None)
+
+    def power(self):
+        tree = self.exponent()
+        sign, number = (-1, tree[1]) if tree[0] == "negate" else (1, tree)
+        if number[0] != "number" or number[1].denominator != 1:
+            raise NotUnderstood
+        return sign * int(number[1])
 
     def quotient(self):
         self.take()

@@ -1,4 +1,4 @@
-"""Whether two MATH answers are the same object: right, wrong or undecided. By rules of our own, in bounded work."""
+"""Whether two MATH answers are the same object: right, wrong or undecided, in bounded work."""
 
 import itertools
 from functools import lru_cache
@@ -15,10 +15,10 @@ MOST_MEMBERS = 40  # of a set whose members are compared each with each
 def math_equal(answer, reference, timeout=1.0):
     """Whether two answers, texts as extracted, denote the same mathematical object: True, False or None.
 
-    None: undecided, since the numbers are too large, or it might take longer than `timeout` seconds. That bounds
-    the work that is begun and is no clock: a verdict depends on the two texts alone. Spelling, spaces,
-    labels, and units that only one side has do not count; nothing is rounded; a comma list and \\{...\\} are sets,
-    (a,b) is ordered, kinds of brackets count; a statement such as 41=42 is not the value 42. From any thread.
+    None: undecided, since numbers are too large, or it might take longer than `timeout` seconds. That bounds
+    the work and is no clock: a verdict depends on the two texts alone. Spelling, spaces, labels, and units
+    that only one side has do not count; nothing is rounded; a comma list and \\{...\\} are sets, (a,b) is
+    ordered, brackets count; a statement such as 41=42 is not the value 42. From any thread.
     """
     if not isinstance(answer, str) or not isinstance(reference, str):
         return False

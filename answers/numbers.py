@@ -44,16 +44,17 @@ FIGURE = _any(FIGURES.split())
 PART = f"(?:{_any(ORDINALS.split())}s?|quarters?)"
 BESIDE = r"[^\w.,:;!?\n]*"  # a dollar, a bracket, a space; no end of a clause
 CHANGED_BEFORE = re.compile(
-    rf"\b(?:{NOT}(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over|under|above"
-    rf"|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?|sqrt|log|ln|exp|sin|cos|tan|cot|sec|csc"
-    rf"|arc[a-z]{{3}}){BESIDE}$",
+    rf"\b(?:{NOT}(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
+    rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?"
+    rf"|sqrt|log|ln|exp|sin|cos|tan|cot|sec|csc|arc[a-z]{{3}}){BESIDE}$",
     re.IGNORECASE,
 )
 COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]*)?"
 CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
-    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus|squared|cubed"
-    rf"|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo|(?:times|over|under) {FIGURE}"
+    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
+    rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
+    rf"|(?:times|over|under) {FIGURE}"
     r"|(?:below|under) (?:zero|freezing|sea level)|pi|mil|mio|mln|mn|bln|bn|mrd)\b)",
     re.IGNORECASE,
 )

@@ -10,14 +10,16 @@ CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
 SUPERSCRIPTS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "+-0123456789n")
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 UNICODE = {
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div ", "±": r"\pm ", "≤": r"\le ",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div ", "±": r"\pm ",
+    "≤": r"\le ",
     "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ",
     "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∞": r"\infty ", "√": r"\sqrt ", "∛": r"\sqrt[3]",
     "°": r"\degree ", "º": r"\degree ", "∣": "|", "…": r"\ldots ", "→": r"\to ", "∠": r"\angle ", "′": "'",
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "²": "^{2}", "³": "^{3}",
 }  # fmt: skip
 UNICODE |= {chr(code): f"\\{name} " for name, code in (
-    ("alpha", 945), ("beta", 946), ("gamma", 947), ("delta", 948), ("theta", 952), ("lambda", 955), ("mu", 956),
+    ("alpha", 945), ("beta", 946), ("gamma", 947), ("delta", 948), ("theta", 952), ("lambda", 955),
+    ("mu", 956),
     ("pi", 960), ("rho", 961), ("sigma", 963), ("tau", 964), ("phi", 966), ("omega", 969), ("Delta", 916),
     ("Omega", 937), ("Sigma", 931),
 )}  # fmt: skip
@@ -26,7 +28,7 @@ SAME_COMMAND = {
     "varnothing": "emptyset", "leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge",
     "lt": "<", "gt": ">", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "times": "cdot",
     "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
-    "degree": "deg", "arcsin": "arcsin", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
+    "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to",
 }  # fmt: skip
 SIZES = re.compile(r"(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut|phantom)$")
@@ -52,7 +54,8 @@ LEXEMES = re.compile(
     r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?)"
     r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"
     r"|(?P<hspace>\\[hv]space\*?\{[^{}]*\})|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
-    r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)|(?P<word>[a-zA-Z]{2,}['’][a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
+    r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)"
+    r"|(?P<word>[a-zA-Z]{2,}['’][a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
     r"|(?P<sign><=|>=|!=|\*\*|\.\.\.|.)",
     re.DOTALL,
 )
@@ -60,8 +63,8 @@ LEXEMES = re.compile(
 
 @dataclass(frozen=True)
 class Token:
-    """kind: number, word, command, sign; `spaced` says whether a space stood before it, `text` whether it stood
-    in \\text{} or its like. Two tokens are equal where they mean the same, however they were spaced.
+    """kind: number, scientific, repeating, word, command, sign, environment. `spaced`: a space stood before
+    it; `text`: it stood in \\text{} or its like. Of two tokens with the same key both mean the same.
     """
 
     kind: str
@@ -135,7 +138,7 @@ def _balanced(text):
 
 
 def tokenise(text):
-    """The tokens of an answer, in order; each character is in one of them, but for spaces and size commands."""
+    """The tokens of an answer; each character is in one of them, but for spaces and size commands."""
     out, spaced, font = [], False, None
     fonts, depth = (
         [],

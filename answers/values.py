@@ -1,5 +1,5 @@
-"""Whether two trees of the grammar have the same value: exactly where both are rational, else to so many digits that
-nothing is rounded; expressions with letters at some points, where two different ones would agree by chance only.
+"""Whether two trees of the grammar have the same value: exactly where both are rational, else to so many
+digits that nothing is rounded; with letters, at some points, where two others would agree by chance only.
 
 Work is bounded by the size of numbers, not by a clock: Undecided is raised where it would take more.
 """
@@ -21,6 +21,7 @@ WORK_A_SECOND = (
     1_000_000  # functions that are computed, times the bits of each: what a slow core does at least
 )
 POINTS = 4
+RECIPROCAL = {"arccot": "arctan", "arcsec": "arccos", "arccsc": "arcsin"}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
 _local = threading.local()
 
@@ -66,7 +67,7 @@ class Budget:
 
 
 def same_value(a, b, budget):
-    """Whether two trees are equal wherever both are real (everywhere, if i occurs). Undecided if too large."""
+    """Whether two trees are equal wherever both are real (everywhere, if i occurs). May raise Undecided."""
     points = range(POINTS) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:
@@ -116,7 +117,7 @@ def _positive_at(tree, point, budget):
 
 
 def value_of(name, point):
-    """The number that an unknown stands for at a point: of either sign, of moderate size, unlike any other."""
+    """The number that an unknown stands for at a point: of either sign and moderate size."""
     code = zlib.crc32(f"{name} {point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
     return -size if (point and (code >> 20) & 1) or point == 1 else size
@@ -155,8 +156,9 @@ def _is_infinite(x):
 
 
 class Evaluation:
-    """Values of trees at one point, with `bits` of precision; `largest` and `smallest` are the magnitudes (log2) that
-    have occurred.
+    """Values of trees at one point, with `bits` of precision.
+
+    `largest` and `smallest` are the magnitudes (log2) that have occurred.
     """
 
     def __init__(self, bits, point, budget):
@@ -297,33 +299,30 @@ class Evaluation:
         if name in TRIGONOMETRIC:
             return self.trigonometric(name, arguments)
         values = [self.of(argument) for argument in arguments]
-        if name in ("gcd", "lcm", "max", "min", "binom", "factorial", "floor", "ceil", "abs"):
+        if name in ("gcd", "lcm", "max", "min", "binom", "factorial", "floor", "ceil", "abs", "root", "log"):
             return getattr(self, name)(*values)
-        x = self.float(values[0])
-        if self.mp.isinf(x) or abs(self.mp.mag(x)) > 64 * 1024 if x else False:
-            raise NoValue
-        if name == "root":
-            return self.root(values[0], values[1])
-        if name in ("ln", "log"):
-            base = (
-                self.float(values[1]) if len(values) > 1 else self.mp.e if name == "ln" else self.mp.mpf(10)
-            )
-            if not x or not base or base == 1:
-                raise NoValue
-            return self.mp.log(x) / self.mp.log(base)
         if len(values) != 1:
             raise Undecided
+        x = self.float(values[0])
+        if self.mp.isinf(x):
+            raise NoValue
+        if name == "ln":
+            return self.mp.log(x) if x else self.no_value()
         if name in ("exp", "sinh", "cosh", "tanh"):
-            if x and self.mp.mag(x) > 14:
-                raise Undecided
-            return getattr(self.mp, name)(x)
-        if name in ("arcsin", "arccos", "arctan"):
-            return getattr(self.mp, name.replace("arc", "a"))(x)
+            return getattr(self.mp, name)(x) if not x or self.mp.mag(x) <= 14 else _undecided()
+        return self.inverse(name, x)
+
+    def inverse(self, name, x):
+        """Inverse functions of trigonometry; arccot 2 is arctan 1/2."""
         if name in ("arccot", "arcsec", "arccsc"):
-            if not x:
-                raise NoValue
-            return getattr(self.mp, {"arccot": "atan", "arcsec": "acos", "arccsc": "asin"}[name])(1 / x)
-        raise Undecided
+            name, x = RECIPROCAL[name], 1 / x if x else self.no_value()
+        return getattr(self.mp, name.replace("arc", "a"))(x)
+
+    def log(self, x, base=Fraction(10)):
+        x, base = self.float(x), self.float(base)
+        if not x or not base or base == 1 or self.mp.isinf(x) or self.mp.isinf(base):
+            raise NoValue
+        return self.mp.log(x) / self.mp.log(base)
 
     def trigonometric(self, name, arguments):
         """Of an angle in radians, or in degrees where these are marked."""
@@ -339,8 +338,8 @@ class Evaluation:
             raise Undecided
         sine, cosine = self.mp.sin(x), self.mp.cos(x)
         top, bottom = {
-            "sin": (sine, 1), "cos": (cosine, 1), "tan": (sine, cosine), "cot": (cosine, sine), "sec": (1, cosine),
-            "csc": (1, sine),
+            "sin": (sine, 1), "cos": (cosine, 1), "tan": (sine, cosine), "cot": (cosine, sine),
+            "sec": (1, cosine), "csc": (1, sine),
         }[name]  # fmt: skip
         return self.divide(self.mp.mpf(1) * top, self.mp.mpf(1) * bottom)
 
@@ -358,6 +357,8 @@ class Evaluation:
     def root(self, a, index):
         """The real root where there is one."""
         if not index or not isinstance(index, Fraction):
+            raise NoValue
+        if not _is_huge(a) and self.mp.isinf(self.float(a)):
             raise NoValue
         x = self.float(a)
         if not x:

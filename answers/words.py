@@ -3,12 +3,14 @@
 import re
 
 FUNCTIONS = {
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh",
-    "cosh", "tanh", "ln", "log", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "asin", "acos", "atan",
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc",
+    "sinh", "cosh", "tanh", "ln", "log", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "asin", "acos",
+    "atan",
 }  # fmt: skip
 GREEK = {
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
-    "lambda", "mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega",
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota",
+    "kappa", "lambda", "mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi",
+    "psi", "omega",
     "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell",
 }  # fmt: skip
 
@@ -95,7 +97,7 @@ for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
             UNITS.setdefault(_word.lower() + "s", _name)
 # With these, a bare letter after a number and a space is a unit; in \text{} the whole list is.
 LONE_UNITS = {"m", "g", "s", "h", "L", "N", "J", "W", "V"}
-# In prose (number grading) a letter right after the digits is one, too: 5m, 5p; any other is a variable or a scale.
+# Where numbers are graded these are, right after the digits too: 5m, 5p; any other is a variable or a scale.
 UNIT_LETTERS = "mgslLhdtcpVWANJCF"
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound_sterling", "¥": "yen", "₹": "rupee", "¢": "cent"}
 UNIT_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -112,13 +114,13 @@ NEGATIONS = (
     "not no non none never without neither nor except isn't isnt aren't arent wasn't wasnt ain't cannot can't"
 )
 OPERATIONS = (
-    "minus plus negative times over divided multiplied point squared cubed factorial root mod modulo twice double "
-    "triple thrice halved doubled tripled"
+    "minus plus negative times over divided multiplied point squared cubed factorial root mod modulo twice "
+    "double triple thrice halved doubled tripled"
 )
 # Whole words that make of the number beside them another one, or none.
 CHANGING = set(
-    f"{FIGURES} {ORDINALS} {NEGATIONS} {OPERATIONS} dozen score and or than least most below under above between "
-    "mil mio mln mn bln bn mrd".split()
+    f"{FIGURES} {ORDINALS} {NEGATIONS} {OPERATIONS} dozen score and or than least most below under above "
+    "between mil mio mln mn bln bn mrd".split()
 ) | set(SCALES)
 CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
 
@@ -133,7 +135,7 @@ def changes(word):
 
 
 def is_label(word):
-    """Whether a word beside a number only says what is counted: 42 apples, but no unit of one or two letters."""
+    """Whether a word beside a number only says what is counted, as in 42 apples."""
     letters = re.sub(r"['’-]", "", word)
     if changes(word) or not letters.isalpha() or word.lower() in FUNCTIONS or word in GREEK:
         return False
