@@ -164,7 +164,7 @@ def test_rules_leave_alone_what_they_are_not_sure_of(benchmark_module):
         (rules.inequality, "(1,2)"), (rules.members, "58,500"), (rules.members, "(1,2)"), (rules.sign, "0"),
         (rules.sign, r"3 \pm 2\sqrt{2}"), (rules.summands, "x = 5"), (rules.summands, "-2 < x < -1"),
         (rules.order, "(2,2)"), (rules.letter_case, "6 - 5i"), (rules.letter_case, "x = 5"),
-        (rules.reciprocal, r"\frac{3}{3}"), (rules.dropped_factor, "1x"), (rules.named, "2k+2"),
+        (rules.reciprocal, r"\dfrac{3}{3}"), (rules.dropped_factor, "1x"), (rules.named, "2k+2"),
         (rules.bracket_kind, "(a+5)(b+2)"), (rules.fewer, "7"),
     ):  # fmt: skip
         assert rules.applied(rule, answer) is None, f"{rule.__name__}: {answer}"
