@@ -15,6 +15,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GRADING_SHARES = ("refused", "paid_wrongly", "undecided_share")
 GSM8K_RUNS = ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward")
 
 
@@ -308,6 +309,23 @@ def suite():
     )
 
 
+def math_grading():
+    """How MATH answers are graded, ours and the peers', once that was measured."""
+    if not (RESULTS / "math_grading.json").exists():
+        return "Not measured yet: `python benchmarks/math_grading.py --data FOLDER --peers 1000`."
+    cases, result = values("math_grading")
+    rows = []
+    for case, m in cases.items():
+        corpus, _, grader = case.partition(" ")
+        shares = [f"{100 * m[name]:.2f}%" if name in m else "" for name in GRADING_SHARES]
+        rows.append([corpus, grader or "ours", m["pairs"], *shares, f"{m['pairs_per_s']:,.0f}"])
+    header = ["corpus", "grader", "pairs", "refused", "paid wrongly", "undecided", "pairs a second"]
+    rows.sort(key=lambda row: list(cases).index(row[0]))  # the graders of a case below each other
+    versions = ", ".join(f"{name} {version}" for name, version in result["graders"].items())
+    made_by = f"{result['script']}, {result['cpu']}, {versions}, {result['date']}"
+    return f"{table(header, rows)}\n\n`{made_by}`."
+
+
 def families():
     """What becomes of each shape, and how often."""
     cases, result = values("families")
@@ -322,7 +340,16 @@ TABLES = {
     make.__name__: make
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, scoring, suite),
-        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families),
+        *(
+            bench_generation,
+            bench_generation_cpu,
+            bench_step,
+            bench_gpus,
+            kill,
+            harness,
+            families,
+            math_grading,
+        ),
     )
 }
 

@@ -83,3 +83,114 @@ def test_the_collectives_are_timed_on_the_cpu_too(benchmark_module):
     rate, gather = benchmark_module("bench_gpus").collectives(3)
     assert 1e6 < rate < 1e12
     assert 0 < gather < 1
+
+
+# Hand-written answers to which each of the forty rules of math_rules.py applies at least once.
+ANSWERS = (
+    r"-\frac{3}{8}", r"6\sqrt{5}", "2x^2 - 7x + 3", "12500", r"40^\circ", r"\text{west}", "(-1,4]", "4,-9",
+    r"\begin{pmatrix} 3 \\ -5 \end{pmatrix}", r"30\text{ cm}^2", r"\left(\frac{1}{2},5\pi\right)",
+)  # fmt: skip
+NOUNS = "cm|km/h|kg|ft|m|inches|square feet|apples|students|people|ways|marbles|dollars|degrees"
+UNIT = rf"( |\\[,; ])?(\\?[ a-z]*\{{)?[ ~]*({NOUNS})\}}?([²³]|\^\{{?[23]\}}?)?"
+SPELLINGS = (
+    (r"^\$\$?(.*?)\$?\$$|^\\[(\[](.*)\\[)\]]$|^\\boxed\{(.*)\}$", r"\1\2\3"), (r"^\\\$|\.$", ""),
+    (r" \\frac\{\\text\{m\}\}\{\\text\{s\}\}$", ""), (rf"(?<=\d){UNIT} *$", ""), ("−", "-"), ("π", r"\\pi"),
+    (r"\^?\\circ|°|\\degree|\^\{\\circ\}", ""), (r"√(\d+)", r"\\sqrt{\1}"), ("²", "^2"), (r"\\[,;!]|\s", ""),
+    (r"\\left|\\right|\\bigl|\\bigr", ""), (r"(?<=\d)(,|\{,\})(?=\d{3}$)", ""), (r"^(x|k|n|\\theta)=", ""),
+    (r"\\[dtc]frac", r"\\frac"), (r"≤|\\leq?(?![a-z])", "<="),
+    (r"^x(\\in|∈)|^\\(text|mbox|math)\w*(?={)", ""),
+)  # fmt: skip
+
+
+def arithmetic(text):
+    """A LaTeX expression by Python's own arithmetic, at fixed values of its letters."""
+    for pattern, other in (
+        (r"\\frac(\d)(\d)", r"((\1)/(\2))"), (r"\\frac\{(.*?)\}\{(.*?)\}", r"((\1)/(\2))"),
+        (r"\\sqrt\{?(\d+)\}?", r"((\1)**0.5)"), (r"\^\{?(\d)\}?", r"**\1"), (r"\\cdot|\\times", "*"),
+        (r"\\pi", "(3.14159265)"), (r"(?<=[\d)])(?=[a-zA-Z(])", "*"),
+    ):  # fmt: skip
+        text = re.sub(pattern, other, text)
+    return round(eval(text, {"x": 0.37, "X": 1.91}), 9)
+
+
+def meaning(text):
+    """What an answer stands for, read without the grader: a number, a word, or members in brackets."""
+    for pattern, other in SPELLINGS:
+        text = re.sub(pattern, other, text)
+    if re.fullmatch(r"\{?\(?[a-z]{3,}\)?\}?", text):
+        return text.strip("{()}")
+    body = re.fullmatch(r"(?:\[|\()?\\begin\{(?:[bp]matrix|array)\}(?:\{c\})?(.*)\\end\{\w+\}\]?", text)
+    if body:
+        return "matrix", *map(arithmetic, body[1].split(r"\\"))
+    ends = re.fullmatch(r"(.*?)(<=?)x(<=?)(.*)", text)
+    if ends:
+        text = f"{'(['[len(ends[2]) - 1]}{ends[1]},{ends[4]}{')]'[len(ends[3]) - 1]}"
+    bracket = re.fullmatch(r"(\\?[(\[{])(.*?)\\?([)\]}])", text)
+    if bracket and "," in text:
+        members = map(arithmetic, bracket[2].split(","))
+        return frozenset(members) if bracket[1] == r"\{" else (bracket[1], *members, bracket[3])
+    values = list(map(arithmetic, text.split(",")))
+    return frozenset(values) if len(values) > 1 else values[0]
+
+
+@pytest.mark.parametrize("kind", ["KEEPING", "CHANGING"])
+def test_the_forty_rules_keep_or_change_what_python_reads_in_answers(benchmark_module, kind, monkeypatch):
+    rules = benchmark_module("math_rules")
+    assert (len(rules.KEEPING), len(rules.CHANGING)) == (30, 10)
+    for rule in getattr(rules, kind):
+        made = {}
+        for turn in range(12):  # at least as many as a rule has spellings to choose from
+            monkeypatch.setattr(
+                rules, "one_of", lambda _, *variants, turn=turn: variants[turn % len(variants)]
+            )
+            made |= {rules.applied(rule, answer): answer for answer in ANSWERS}
+        made.pop(None, None)
+        assert made, f"{rule.__name__} applies to nothing"
+        for other, answer in made.items():
+            if rule.__name__ == "unit_power":  # a unit has no value of its own
+                assert (answer, other) == (r"30\text{ cm}^2", r"30\text{ cm}^3")
+            else:
+                is_kept = meaning(other) == meaning(answer)
+                assert is_kept == (kind == "KEEPING"), f"{rule.__name__}: {answer} became {other}"
+
+
+def test_rules_leave_alone_what_they_are_not_sure_of(benchmark_module):
+    """A rule that goes too far makes a right grader look wrong, or a wrong one right."""
+    rules = benchmark_module("math_rules")
+    for rule, answer in (
+        (rules.slash, r"2\frac{1}{3}"), (rules.slash, r"\frac{1}{2}x"), (rules.decimal_value, r"\frac{1}{3}"),
+        (rules.spaces_added, "1,234"), (rules.spaces_removed, "3, 500"), (rules.factors, "5r^{5}"),
+        (rules.factors, r"5\text{ m}"), (rules.label, "52_8"), (rules.unit, r"40^\circ"),
+        (rules.inequality, "(1,2)"), (rules.members, "58,500"), (rules.members, "(1,2)"), (rules.sign, "0"),
+        (rules.sign, r"3 \pm 2\sqrt{2}"), (rules.summands, "x = 5"), (rules.summands, "-2 < x < -1"),
+        (rules.order, "(2,2)"), (rules.letter_case, "6 - 5i"), (rules.letter_case, "x = 5"),
+        (rules.reciprocal, r"\dfrac{3}{3}"), (rules.dropped_factor, "1x"), (rules.named, "2k+2"),
+        (rules.bracket_kind, "(a+5)(b+2)"), (rules.fewer, "7"),
+    ):  # fmt: skip
+        assert rules.applied(rule, answer) is None, f"{rule.__name__}: {answer}"
+    assert rules.applied(rules.sign, "0.05") == "-0.05"
+    assert rules.applied(rules.bracket_kind, r"(2,\infty)") == r"[2, \infty)", "an infinite end has one kind"
+
+
+def test_the_pairs_of_the_corpus_have_their_verdicts_by_construction(benchmark_module):
+    grading = benchmark_module("math_grading")
+    cases = grading.corpus(["5", "x=5", "7", "7", r"\frac{1}{2}"], others=99)
+    assert len(cases["math-500-same"]) == 4, "each text once"
+    assert {frozenset(pair[1:3]) for pair in cases["math-500-others"]} == {
+        *map(frozenset, [("5", "7"), ("x=5", "7"), ("5", r"\frac{1}{2}"), ("x=5", r"\frac{1}{2}")]),
+        frozenset(["7", r"\frac{1}{2}"]),
+    }, "x=5 is no other answer than 5"
+    pairs = [pair for case in cases.values() for pair in case]
+    assert grading.Pair("digit", r"\frac{0}{2}", r"\frac{1}{2}", False) in pairs
+    assert grading.Pair("slash + full_stop", "1/2.", r"\frac{1}{2}", True) in pairs
+
+    def grade(answers, references):
+        return [{"1/2.": None, r"\frac{0}{2}": True}.get(answer, True) for answer in answers]
+
+    kept = [grading.Pair("", "1/2.", "", True), grading.Pair("", "1/2", "", True)]
+    changed = [grading.Pair("", r"\frac{0}{2}", "", False), *[grading.Pair("", "1/2.", "", False)] * 3]
+    rows, failing = grading.measure("case", kept + changed, grade)
+    assert {row[1]: row[2] for row in rows[:-1]} == {
+        "pairs": 6, "refused": 0.5, "paid_wrongly": 0.25, "undecided_share": round(4 / 6, 5)
+    }  # fmt: skip
+    assert len(failing) == 5, "what was not decided fails on both sides"
