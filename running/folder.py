@@ -75,8 +75,9 @@ def lock_folder(config, accelerator):
         else:
             problem = _lock(lock, folder)
     problem = first_over_processes(problem)
-    if problem:
-        raise SettingError("output_dir", config.output_dir, problem)
+    with together():  # the same on all, which say it once
+        if problem:
+            raise SettingError("output_dir", config.output_dir, problem)
     return folder, lock
 
 

@@ -114,8 +114,10 @@ class Run:
                     f"finished {note['step']} steps and left no checkpoint of the last one to go on from "
                     "(--save_every N keeps it, beforehand): begin anew with --overwrite_output_dir true"
                 )
-        if problem := first_over_processes(problem):
-            raise SettingError("resume", str(self.folder), problem)
+        problem = first_over_processes(problem)
+        with together():  # the same on all, which say it once
+            if problem:
+                raise SettingError("resume", str(self.folder), problem)
         return not max_over_processes(bool(goes_on))
 
     def _has_checkpoint_since(self, step):

@@ -315,6 +315,19 @@ def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monke
         load_problems("gsm8k", "test")
 
 
+def test_a_package_that_a_data_set_of_the_hub_lacks_is_one_line(monkeypatch):
+    """Columns of pictures or sound need packages of their own, which datasets imports when it reads them."""
+
+    class Rows:
+        def __iter__(self):
+            raise ImportError("To support decoding images,\nplease install 'Pillow'.")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: Rows())
+    with pytest.raises(DataError, match="'me/pictures' needs a package that is missing: .*Pillow") as error:
+        load_problems("me/pictures")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("dataset", "split", "asked"),
     [

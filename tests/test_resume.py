@@ -3,6 +3,7 @@ between.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -546,9 +547,10 @@ def test_a_resume_that_is_refused_at_the_last_has_cut_no_log(start, cut):
     assert (cut / ".checkpoint.part").exists()
 
 
-def test_evaluations_that_decide_may_not_come_at_other_steps(start, cut):
+@pytest.mark.parametrize("deciding", [dict(patience=3), dict(keep_best=True)])
+def test_evaluations_that_decide_may_not_come_at_other_steps(deciding, start, cut):
     with pytest.raises(SettingError, match="eval_every 2 there, 1 here"):
-        grpo_train.train(settings_of(start, cut, resume=True, eval_every=1, patience=3, resume_anyway=False))
+        grpo_train.train(settings_of(start, cut, resume=True, eval_every=1, resume_anyway=False, **deciding))
 
 
 def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(start, tmp_path, capsys):
@@ -1020,6 +1022,20 @@ def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left
     assert again.returncode == 0, printed
     assert "going on from" in printed
     assert_same(left_alone(processes), tmp_path / "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["was written by another run", "another run is writing there"])
+def test_several_processes_refuse_a_folder_in_one_line(why, start, uninterrupted, tmp_path):
+    """Each process printed it."""
+    out = Path(shutil.copytree(uninterrupted("full"), tmp_path / "out"))
+    with open(out / ".lock", "a") as lock:
+        if why == "another run is writing there":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        refused = begin(words_of(start, out, "--resume", num_processes=2))
+        printed = refused.communicate(timeout=60)[0]
+    assert refused.returncode == 2, printed
+    assert printed.count(why) == 1, printed
 
 
 @pytest.mark.slow

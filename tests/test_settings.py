@@ -15,7 +15,7 @@ from grpo_train import Config
 from problems.prompts import template_kwargs
 from problems.sources import load_problems
 from reporting import page
-from running.parsing import parse_config, run_main, settings_from_file
+from running.parsing import combined, parse_config, run_main, settings_from_file
 from running.settings import TrainConfig, free_on_resume, names_with
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,6 +254,7 @@ def parsed(script, flags="", text=None, folder=None):
             "lora_r: 4\nlora_alpha: 8\nlora_target_modules: [q]\n",
             dict(lora_alpha=64),
         ),
+        (grpo_train, "--lora_r 0", "lora_r: 4\nsave_adapter: true\n", dict(save_adapter=False)),
         (grpo_train, "--m3po_lambda 0", "m3po_similarity: mean\n", dict(m3po_similarity="distribution")),
         (grpo_train, "--eval_every 0", "keep_best: true\npatience: 3\n", dict(keep_best=False, patience=0)),
         (grpo_eval, "--ask a", "questions: b\n", dict(ask="a", questions=None)),
@@ -283,6 +284,16 @@ TOGETHER = [
     (grpo_eval, "ask a questions b"),
     (grpo_eval, "ask a api http://localhost"),
     (grpo_eval, "m3po true ask a"),
+    (grpo_eval, "limit 3 compare a"),
+    (grpo_eval, "by level compare a"),
+    (grpo_eval, "m3po true compare a"),
+    (grpo_eval, "api http://localhost compare a"),
+    (grpo_eval, "compare a ask b"),
+    (grpo_eval, "compare a questions b"),
+    (grpo_eval, "by level questions b"),
+    (grpo_eval, "m3po true questions b"),
+    (grpo_eval, "api http://localhost questions b"),
+    (grpo_eval, "system_prompt a system_prompt_file b"),
 ]
 
 
@@ -311,11 +322,16 @@ def test_steps_and_epochs_from_python_are_refused_together():
         (grpo_train, "--m3po_lambda 0 --m3po_similarity mean", "m3po_lambda=0.0"),
         (grpo_train, "--rollout_is_cap 3", "rollout_is='none'"),
         (grpo_train, "--hub_model_id me/mine", "push_to_hub=False"),
+        (grpo_train, "--no_hub_private", "push_to_hub=False"),
         (sft_train, "--keep_best", "eval_every=0"),
         (grpo_eval, "--top_p 0.9", "temperature=0.0"),
         (grpo_eval, "--top_k 9", "temperature=0.0"),
         (grpo_eval, "--m3po_lambda 0.2", "m3po=False"),
+        (grpo_eval, "--m3po_temperature 0.2", "m3po=False"),
+        (grpo_eval, "--m3po_similarity mean", "m3po=False"),
         (grpo_eval, "--api_model a", "api=None"),
+        (grpo_eval, "--api_at_once 2", "api=None"),
+        (grpo_eval, "--api_timeout 2", "api=None"),
         (grpo_eval, "--ask a --num_samples 4 --temperature 1", "one answer"),
     ],
 )
@@ -364,8 +380,8 @@ def test_flags_of_the_original_scripts_are_taken(script, flags, expected, tmp_pa
         (grpo_train, "--enable_m3po", "m3po_lambda"),
         (grpo_train, "--enable_m3po true", "m3po_lambda"),
         (grpo_train, "--sft_data_path d", "sft_train.py"),
-        (grpo_train, "--reward_funcs a b", "reward_set"),
-        (grpo_train, "--resume_from_checkpoint d", "--resume"),
+        (grpo_train, "--reward_funcs a b", "is reward here, FILE.py:function"),
+        (grpo_train, "--resume_from_checkpoint d", "is --resume here"),
         (sft_train, "--use_wandb", "--report_to wandb"),
         (grpo_train, "--unique_train_examples all", "limit"),
     ],
@@ -374,6 +390,11 @@ def test_flags_of_the_original_scripts_that_say_something_else_are_refused_with_
     with pytest.raises(grpo_train.SettingError) as error:
         parsed(script, flags)
     assert hint in str(error.value)
+
+
+def test_weights_of_a_weaker_level_go_with_the_rewards_that_they_are_for():
+    in_file = {"reward_weights": [1.0, 2.0], "reward": ["other.py:f", "other.py:g"]}
+    assert combined(Config, in_file, {"reward": ["mine.py:f"]}) == {"reward": ["mine.py:f"]}
 
 
 def test_two_weights_for_one_reward_are_refused(tmp_path):
