@@ -169,6 +169,15 @@ def test_a_fast_path_that_is_wrong_after_the_prefill_is_not_taken(start, words, 
     assert "its forward is not what its config says" in capsys.readouterr().out
 
 
+def test_weights_that_broke_since_they_were_loaded_are_no_fault_of_the_path(start, words):
+    """A step that was not finite would be reported as another family's model."""
+    model = loaded(start, words, "Qwen3")
+    model.model.norm.weight.data.fill_(float("nan"))
+    decoder = GroupDecoder(model, words)
+    decoder.choose_path()
+    assert type(decoder.engine.backbone) is FastBackbone
+
+
 def test_a_path_on_which_leaving_rows_mix_up_is_not_taken(start, words, monkeypatch, capsys):
     honest = PlainBackbone.select_rows
     turned = lambda self, order, longest: honest(self, order.flip(0), longest)  # noqa: E731
@@ -321,7 +330,7 @@ def test_a_router_is_no_matrix_product(start, words):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", ["Granite", "Cohere", "xLSTM"])
+@pytest.mark.parametrize("shape", ["Granite", "Cohere", "Falcon-H1", "xLSTM"])
 def test_heads_that_scale_or_cap_are_scored_as_they_are(start, words, shape):
     model = loaded(start, words, shape)
     decoder = GroupDecoder(model, words)
