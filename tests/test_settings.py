@@ -352,6 +352,15 @@ def test_a_setting_without_effect_is_refused_with_the_one_it_needs(script, flags
         (grpo_train, "--max_new_tokens 7 --max_steps 8", dict(max_completion_length=7, num_steps=8)),
         (grpo_train, "--model-name m --wandb-project p", dict(model="m", project="p")),
         (
+            grpo_train,
+            "--n_grpo_steps 3 --group_size 4 --sampling_temperature 0.7 --sampling_max_tokens 9 "
+            "--cliprange 0.2 --grad_clip 1.5 --val_every_steps 5 --val_samples 6 "
+            "--lr_scheduler linear --save_dir o",
+            dict(num_steps=3, num_generations=4, temperature=0.7, max_completion_length=9, epsilon=0.2)
+            | dict(max_grad_norm=1.5, eval_every=5, eval_problems=6)
+            | dict(lr_scheduler_type="linear", output_dir="o"),
+        ),
+        (
             sft_train,
             "--sft_data_path d --unique-train-examples all",
             dict(dataset="d", unique_train_examples=None),
