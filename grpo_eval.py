@@ -73,39 +73,58 @@ def changes_no_answer(default, text, **roles):
     return setting(default, text, resume="free", **roles)
 
 
+ASIDE = ("ask", "questions", "compare")  # what is done instead of an evaluation
+ELSEWHERE = ("compare", "api")  # where no model is loaded
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of an evaluation; each says on its field what else is done with it."""
 
-    model: str = setting("grpo_finetuned_model", "directory or hub id")
-    dataset: str | None = from_training("gsm8k", "as for grpo_train.py")
-    split: str = setting("test", "split to evaluate on")
+    model: str = setting("grpo_finetuned_model", "directory or hub id", idle_beside=("compare",))
+    dataset: str | None = from_training("gsm8k", "as for grpo_train.py", idle_beside=ASIDE)
+    split: str = setting("test", "split to evaluate on", idle_beside=ASIDE)
     limit: int | None = setting(
         None,
         "the first N problems only; all: no limit",
         none_words=("all",),
-        instead_of=("ask", "questions", "compare"),
+        instead_of=ASIDE,
     )
-    question_column: str | None = from_training(None, "column of the question")
-    answer_column: str | None = from_training(None, "column of the answer")
-    solution_column: str | None = from_training(None, "column of the worked solution")
-    answer_format: str | None = from_training("xml", "how answers are written: " + ", ".join(ANSWER_FORMATS))
-    grading: str | None = from_training("number", "what is right: number or math, as for grpo_train.py")
+    question_column: str | None = from_training(None, "column of the question", idle_beside=ASIDE)
+    answer_column: str | None = from_training(None, "column of the answer", idle_beside=ASIDE)
+    solution_column: str | None = from_training(None, "column of the worked solution", idle_beside=ASIDE)
+    answer_format: str | None = from_training(
+        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), idle_beside=("compare",)
+    )
+    grading: str | None = from_training(
+        "number", "what is right: number or math, as for grpo_train.py", idle_beside=ASIDE
+    )
     system_prompt_file: str | None = from_training(
-        None, "a text file to use instead of the format's own system prompt"
+        None, "a text file to use instead of the format's own system prompt", idle_beside=("compare",)
     )
-    system_prompt: str | None = from_training(None, "the same as a text", instead_of=("system_prompt_file",))
-    prompt_format: str | None = from_training("chat", "chat or raw, as for grpo_train.py")
-    chat_template_kwargs: str | None = from_training("{}", "JSON object handed to the chat template")
+    system_prompt: str | None = from_training(
+        None, "the same as a text", instead_of=("system_prompt_file",), idle_beside=("compare",)
+    )
+    prompt_format: str | None = from_training(
+        "chat", "chat or raw, as for grpo_train.py", idle_beside=("compare",)
+    )
+    chat_template_kwargs: str | None = from_training(
+        "{}",
+        "JSON object handed to the chat template",
+        goes_with="prompt_format=chat",
+        idle_beside=("compare",),
+    )
     by: list[str] | None = setting(
-        None,
-        "columns of the data to report accuracy by, beside subject and level",
-        instead_of=("ask", "questions", "compare"),
+        None, "columns of the data to report accuracy by, beside subject and level", instead_of=ASIDE
     )
     max_prompt_length: int | None = from_training(
-        512, "longer prompts are skipped and counted; they count as wrong"
+        512,
+        "longer prompts are skipped and counted; they count as wrong",
+        idle_beside=(*ASIDE, "api"),
     )
-    max_completion_length: int | None = from_training(400, "tokens an answer may have")
+    max_completion_length: int | None = from_training(
+        400, "tokens an answer may have", idle_beside=("compare",)
+    )
     ask: str | None = setting(None, "answer this one question instead, readably")
     questions: str | None = setting(
         None,
@@ -116,6 +135,8 @@ class Config:
         None,
         "with --questions: write prompts and answers there, one JSON object a line, "
         "as sft_train.py reads them",
+        goes_with="questions",
+        idle_beside=("ask", "compare"),
     )
     compare: list[str] | None = setting(
         None,
@@ -123,12 +144,14 @@ class Config:
         "a,b: seeds of one side",
         instead_of=("ask", "questions"),
     )
-    num_samples: int = setting(1, "answers a question, with a temperature above 0")
+    num_samples: int = setting(
+        1, "answers a question, with a temperature above 0", goes_with="temperature", idle_beside=ASIDE
+    )
     api: str | None = changes_no_answer(
         None,
         "ask an OpenAI-compatible server at this base URL instead of loading a model; "
         "its key from OPENAI_API_KEY",
-        instead_of=("ask", "questions", "compare"),
+        instead_of=ASIDE,
     )
     api_model: str | None = setting(
         None, "name of the model there (default: the only one it has)", goes_with="api"
@@ -139,36 +162,62 @@ class Config:
         False,
         "also decode the samples of each question as paths that interact, as in training, "
         "with the same draws",
-        instead_of=("ask", "questions", "compare"),
+        instead_of=ASIDE,
+        goes_with="temperature",
+        idle_beside=("api", "num_samples=1"),
     )
     m3po_lambda: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
-    m3po_temperature: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
+    m3po_temperature: float | None = from_training(
+        0.1,
+        "with m3po: as for grpo_train.py",
+        goes_with="m3po",
+        idle_beside=("m3po_similarity=mean",),
+    )
     m3po_similarity: str | None = from_training(
         "distribution", "with m3po: as for grpo_train.py", goes_with="m3po"
     )
-    temperature: float = setting(0.0, "0: greedy")
+    temperature: float = setting(0.0, "0: greedy", idle_beside=("compare",))
     top_p: float = setting(
-        1.0, "sample from the smallest set of tokens of this probability", goes_with="temperature"
+        1.0,
+        "sample from the smallest set of tokens of this probability",
+        goes_with="temperature",
+        idle_beside=ASIDE,
     )
-    top_k: int = setting(0, "sample from the k likeliest tokens; 0: all", goes_with="temperature")
+    top_k: int = setting(
+        0,
+        "sample from the k likeliest tokens; 0: all",
+        goes_with="temperature",
+        idle_beside=(*ASIDE, "api"),
+    )
     batch_size: int | None = changes_no_answer(
-        None, "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)"
+        None,
+        "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)",
+        idle_beside=(*ASIDE, "api"),
     )
-    seed: int | None = from_training(42, "seeds the draws of sampling")
-    bf16: bool = setting(True, "bf16 on CUDA")
+    seed: int | None = from_training(42, "seeds the draws of sampling", idle_beside=("compare",))
+    bf16: bool = setting(True, "bf16 on CUDA", idle_beside=ELSEWHERE)
     torch_compile: bool = changes_no_answer(
         True,
         "on CUDA: compile the decoder's step (half a minute, then faster); "
         "false pays for a few questions only",
+        idle_beside=ELSEWHERE,
     )
-    output_dir: str = changes_no_answer("eval_runs", "the run goes into a folder of its own in here")
+    output_dir: str = changes_no_answer(
+        "eval_runs", "the run goes into a folder of its own in here", idle_beside=("ask", "questions")
+    )
     name: str | None = changes_no_answer(
-        None, "name of that folder (default: model, data set, split, time and six more letters)"
+        None,
+        "name of that folder (default: model, data set, split, time and six more letters)",
+        idle_beside=("ask", "questions"),
     )
     num_processes: int | None = changes_no_answer(
-        None, "processes to start on this machine (default: one a visible GPU, one on the CPU)"
+        None,
+        "processes to start on this machine (default: one a visible GPU, one on the CPU)",
+        idle_beside=(*ASIDE, "api"),
     )
-    trust_remote_code: bool = changes_no_answer(False, "run code that comes with a model")
+    trust_remote_code: bool = changes_no_answer(
+        False, "run code that comes with a model", idle_beside=ELSEWHERE
+    )
 
     def __post_init__(self):
         trained = read_run_config(self.model)

@@ -143,6 +143,7 @@ class Config(TrainConfig):
         10,
         "M3PO: every N steps the first group is read again without its peers, for report.html; 0: never",
         resume="free",
+        goes_with="m3po_lambda",
     )
     m3po_lambda: float = setting(
         0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
@@ -152,6 +153,7 @@ class Config(TrainConfig):
         "of the softmax over peers: small listens to the most alike only",
         in_card=True,
         goes_with="m3po_lambda",
+        idle_beside=("m3po_similarity=mean",),
     )
     m3po_similarity: str = setting(
         "distribution",
