@@ -128,7 +128,8 @@ class Config:
     ask: str | None = setting(None, "answer this one question instead, readably")
     questions: str | None = setting(
         None,
-        "answer every question of a file instead: one a line, or JSON lines with a question or prompt",
+        "answer every question of a file instead: one a line, or data (.jsonl, .json, .csv, .parquet) with a "
+        "question or prompt",
         instead_of=("ask",),
     )
     save_jsonl: str | None = setting(
@@ -223,12 +224,16 @@ class Config:
         trained = read_run_config(self.model)
         object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
         trained |= saved_system_prompt(trained if self.system_prompt is None else {})
+        is_other_data = self.dataset not in (None, trained.get("dataset"))
         for field in dataclasses.fields(self):
+            if is_other_data and field.name.endswith("_column"):  # see read_problems
+                continue
             if "from_training" in field.metadata and getattr(self, field.name) is None:
                 value = trained.get(field.name, field.metadata["from_training"])
                 object.__setattr__(self, field.name, value)
-        in_training = Path(self.dataset).is_file() and self.dataset == trained.get("dataset")
-        if in_training and self.split != trained.get("split"):
+        is_evaluation = not any(getattr(self, name) for name in ASIDE)
+        in_training = Path(self.dataset).is_file() and not is_other_data
+        if is_evaluation and in_training and self.split != trained.get("split"):
             remedy = "give another --dataset, or --split train to mean it"
             raise SettingError(
                 "dataset", self.dataset, f"is the one file this model was trained on: {remedy}"
@@ -287,8 +292,11 @@ class Answer(NamedTuple):
 
 
 def read_problems(config):
-    """The problems to ask; a column of --by that none of them has is refused."""
-    problems = problems_of(config)
+    """The problems to ask; a column of --by that none of them has is refused.
+
+    Columns that the model's own data had are looked for in other data too, before the usual ones.
+    """
+    problems = problems_of(config, also=read_run_config(config.model))
     columns = {column for problem in problems for column in problem.more}
     missing = [name for name in config.by or () if name not in columns]
     if missing:
@@ -608,7 +616,10 @@ def answer(config):
         print("\n\n".join(texts))
         return
     columns = [question_column(problem, config) for problem in questions]
-    rows = [training_row(solution, column) for solution, column in zip(solutions, columns, strict=True)]
+    rows = [
+        training_row(solution, column) | ({column: list(problem.messages)} if problem.messages else {})
+        for solution, column, problem in zip(solutions, columns, questions, strict=True)
+    ]
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")

@@ -253,6 +253,7 @@ def load_reward(spec):
         raise ValueError(f"{path} has no function {name!r}")
     if isinstance(function, type):
         raise ValueError(f"{path}: {name} is a class: name an object of it, such as reward = {name}()")
+    _check_form(function)
     return function, value
 
 
@@ -378,9 +379,22 @@ def _parameters(function):
     return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def _check_form(function):
+    """Refuse, in a ValueError, a function that cannot be called with keywords, or makes no list."""
+    name, (wanted, takes_all) = reward_name(function), _parameters(function)
+    if positional := [n for n, p in wanted.items() if p.kind is p.POSITIONAL_ONLY]:
+        raise ValueError(f"{name} takes {positional[0]} by position only: leave out the / behind it")
+    if not takes_all and all(p.kind is p.VAR_POSITIONAL for p in wanted.values()):
+        raise ValueError(f"{name} takes no argument by its name: completions are given as `completions`")
+    called = [function, type(function).__call__]
+    if any(inspect.isgeneratorfunction(part) or inspect.isasyncgenfunction(part) for part in called):
+        raise ValueError(f"{name} yields its values: it must return a list of them")
+
+
 def check_parameters(functions, columns):
-    """Refuse, in a ValueError, a function that needs what is not among the columns."""
+    """Refuse, in a ValueError, a function that needs what is not among the columns, or cannot be called."""
     for function, _ in functions:
+        _check_form(function)
         wanted, _ = _parameters(function)
         varied = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         needed = [name for name, p in wanted.items() if p.default is p.empty and p.kind not in varied]

@@ -311,14 +311,17 @@ def _default(name, value):
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
 
 
-def problems_of(config, responses=False):
-    """The problems that the settings of a training or an evaluation name."""
+def problems_of(config, responses=False, also=None):
+    """The problems that the settings of a training or an evaluation name.
+
+    also: the settings of another run, whose columns are read where the data has them and none are named here.
+    """
     columns = dict(
         question=config.question_column, answer=config.answer_column, solution=config.solution_column
     )
-    return load_problems(
-        config.dataset, config.split, columns, limit=config.limit, seed=config.seed, responses=responses
-    )
+    also = {field: (also or {}).get(f"{field}_column") for field in columns}
+    how = dict(limit=config.limit, seed=config.seed, responses=responses)
+    return load_problems(config.dataset, config.split, columns, also=also, **how)
 
 
 def prepare_problems(config, tokenizer, responses=False, problems=None):

@@ -242,7 +242,7 @@ def _silenced(config_class, given):
             names.add(field.name)
     silenced = names - given.keys()
     for field in dataclasses.fields(config_class):  # what goes with a silenced one goes with it
-        if field.metadata.get("goes_with") in silenced:
+        if _name(field.metadata.get("goes_with", "")) in silenced:
             silenced |= {field.name} - given.keys()
     return silenced
 

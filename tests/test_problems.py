@@ -909,3 +909,24 @@ def test_an_answer_that_the_data_begins_is_read_from_its_beginning(tokenizer):
     assert encoded.prompt.endswith(begun)
     rest = Completion([], ".\n</think>\n<answer>\n1\n</answer>", ended=True)
     assert r1_format_reward(completions=[encoded.answered(rest).text]) == [1.0]
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_chat_messages_that_a_table_holds_as_text_are_messages(write, column, tmp_path):
+    """pandas writes a list into a CSV as Python does; its brackets were asked as the question."""
+    chat = [{"role": "system", "content": "It's short"}, {"role": "user", "content": 'Say "one"'}]
+    with open(tmp_path / "d.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([[column, "answer"], [write(chat), "1"]])
+    [problem] = load_problems(str(tmp_path / "d.csv"))
+    assert (problem.question, problem.messages) == ('Say "one"', tuple(chat))
+
+
+def test_chat_messages_as_text_that_is_broken_are_named(tmp_path):
+    with open(tmp_path / "d.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(
+            [["prompt", "answer"], ["[{'role': 'user', 'content': array(['a'])}]", "1"]]
+        )
+    with pytest.raises(DataError, match=r"d\.csv line 2: column 'prompt' looks like chat messages"):
+        load_problems(str(tmp_path / "d.csv"))

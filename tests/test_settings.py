@@ -457,7 +457,7 @@ def test_what_a_way_of_using_the_evaluation_never_reads_is_refused(mode):
     values = dict.fromkeys(given.split(), "7") | {"model": "m", "dataset": "arithmetic", "split": "test"}
     values |= {"grading": "number", "answer_format": "xml", "bf16": "false", "output_dir": "eval_runs"}
     values |= {"trust_remote_code": "true", "m3po": "true", "temperature": "1", "save_jsonl": "out.jsonl"}
-    served = set()
+    served, refused = set(), {}
     for name, value in values.items():
         needed = "--temperature 1" if name in ("num_samples", "top_k") and "compare" not in mode else ""
         try:
@@ -465,8 +465,8 @@ def test_what_a_way_of_using_the_evaluation_never_reads_is_refused(mode):
             assert getattr(config, name) is not None
             served.add(name)
         except grpo_train.SettingError as error:
-            assert f"{name}=" in str(error), str(error)
-            assert "\n" not in str(error)
+            refused[name] = str(error)
+    assert all(f"{name}=" in line and "\n" not in line for name, line in refused.items()), refused
     asked = {"model", "answer_format", "temperature", "seed", "bf16", "trust_remote_code"}
     expected = {
         "--ask hi": asked,
