@@ -50,6 +50,7 @@ from reporting.evaluation import forget_answers, summarise, told, write_evaluati
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, right_answers
+from running.folder import lock_folder
 from running.launching import (
     end_with_parent,
     folder_of_first,
@@ -412,10 +413,15 @@ def new_folder(config, model):
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
     with together():
-        if (folder / "report.json").exists():
-            problem = f"{folder} holds an evaluation already: give another --name"
-            raise SettingError("name", folder.name, problem)
+        refuse_whole(folder)
     return folder
+
+
+def refuse_whole(folder):
+    """Refuse a folder in which an evaluation is finished."""
+    if (folder / "report.json").exists():
+        problem = f"{folder} holds an evaluation already: give another --name"
+        raise SettingError("name", folder.name, problem)
 
 
 def make_folder(folder):
@@ -431,6 +437,7 @@ def begin(asked, config):
     On each machine, since the folder may be another one there.
     """
     folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
+    refuse_whole(folder)  # another one may have finished there since
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = read_yaml(folder / "run_config.yaml")
         free = free_on_resume(Config)
@@ -543,7 +550,7 @@ def is_number(text, target):
 
 
 def evaluate(config):
-    """Ask, grade, write; returns the report and its folder.
+    """Ask, grade, write; returns the report and its folder, which is locked meanwhile.
 
     Each process asks its part of the questions, and all grade; only the first writes. The report's seconds
     are those of the last start.
@@ -551,6 +558,20 @@ def evaluate(config):
     end_with_parent()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     asked = ask_for(config, accelerator.device)
+    with together():
+        if accelerator.is_main_process:
+            make_folder(asked.folder)
+    lock = lock_folder(asked.folder, accelerator, ("name", asked.folder.name))
+    try:
+        return evaluate_locked(config, asked, accelerator)
+    finally:
+        if lock is not None:
+            (asked.folder / ".lock").unlink(missing_ok=True)
+            lock.close()
+
+
+def evaluate_locked(config, asked, accelerator):
+    """As `evaluate`, in a folder that no other evaluation writes into."""
     with together():
         begin(asked, config)
     if accelerator.is_main_process:

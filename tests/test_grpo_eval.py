@@ -1,6 +1,7 @@
 """Evaluating a saved model: records, reports, and going on after a kill."""
 
 import datetime
+import fcntl
 import json
 import math
 import os
@@ -409,3 +410,22 @@ def test_the_columns_of_the_training_data_are_read_in_other_data_where_it_has_th
             grpo_eval.read_problems(config)
     arithmetic = grpo_eval.Config(model=str(tmp_path), dataset="arithmetic", limit=1)
     assert len(grpo_eval.read_problems(arithmetic)) == 1
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_two_evaluations_of_one_name_at_once_are_refused(many, monkeypatch):
+    """Each went on from the other's answers, and deleted them under it."""
+    folder = many / "runs" / "one"
+    folder.mkdir(parents=True)
+    with open(folder / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SettingError, match="name='one': another run is writing there"):
+            evaluate(many, "one")
+    assert {path.name for path in evaluate(many, "one")[1].iterdir()} == {
+        "run_config.yaml",
+        "report.json",
+        "samples.jsonl",
+    }
+    monkeypatch.setattr(grpo_eval, "new_folder", lambda *args: folder)  # as if it had begun before
+    with pytest.raises(SettingError, match="holds an evaluation already"):
+        evaluate(many, "one")

@@ -1191,3 +1191,16 @@ def test_a_damaged_checkpoint_of_a_later_step_is_not_kept_in_place_of_a_new_one(
     (cut / "checkpoint-2" / "manifest.json").unlink()
     grpo_train.train(settings_of(start, cut, resume=True, keep_checkpoints=1))
     assert [p.name for p in checkpoints(cut)] == ["checkpoint-4"]
+
+
+def test_a_warm_start_that_a_killed_run_left_alone_is_overwritten_too(start, tmp_path, monkeypatch):
+    """Its run had no run_config.yaml yet, so that it was taken for somebody's files."""
+    out = tmp_path / "out"
+    (out / "warm_start").mkdir(parents=True)
+    (out / "warm_start" / "run_config.yaml").write_text("model: m\n")
+    (out / "warm_start" / "model.safetensors").write_text("")
+    monkeypatch.setattr(grpo_train, "say_plan", lambda *args: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        grpo_train.train(settings_of(start, out, overwrite_output_dir=True))
+    logs = ["metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"]
+    assert sorted(contents(out)) == sorted([*logs, ".lock", "run_config.yaml"])
