@@ -471,7 +471,9 @@ def with_hints(start, tmp_path_factory):
     """Two steps of a run with its own data, reward file and model, and its settings."""
     folder = tmp_path_factory.mktemp("hints")
     shutil.copytree(start / "model", folder / "model")
-    shutil.copy(start / "pays.py", folder)
+    pays = "def unused():\n    from beside import SEVEN\n\n\n" + (start / "pays.py").read_text()
+    (folder / "pays.py").write_text(pays)
+    (folder / "beside.py").write_text("SEVEN = 8\n")
     with_columns(start, folder / "data")
     settings = dict(num_steps=2, outer_iterations=1, mu=1, beta=0.0, lora_r=2, eval_problems=2)
     run(settings_of(folder, folder / "out", dataset=str(folder / "data"), **settings))
@@ -499,10 +501,15 @@ def another_base(folder):
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
 
 
+def another_helper_text(folder):
+    (folder / "beside.py").write_text("SEVEN = 7\n")
+
+
 CHANGED_FILES = {
     "data": another_column,
     "held_out": another_held_out_answer,
     "rewards": another_reward_text,
+    "rewards ": another_helper_text,
     "start": another_base,
 }
 
@@ -529,7 +536,7 @@ def test_a_file_that_a_run_read_may_not_change_under_it(name, finished, with_hin
     before = contents(folder / "out")
     config = settings_of(folder, folder / "out", dataset=str(folder / "data"), resume=True, **settings)
     with pytest.raises(
-        SettingError, match=rf"was written by another run: .*{name} '\w{{12}}' there, '\w{{12}}' here"
+        SettingError, match=rf"was written by another run: .*{name.strip()} '\w{{12}}' there, '\w{{12}}' here"
     ):
         grpo_train.train(config)
     assert contents(folder / "out") == before

@@ -41,6 +41,7 @@ from rewards import (
     parse_number,
     r1_format_reward,
     reward_columns,
+    reward_files,
     right_answers,
     soft_format_reward,
     strict_correctness_reward,
@@ -988,3 +989,28 @@ def test_a_function_that_no_step_could_call_is_refused_when_it_is_loaded(kind, t
     monkeypatch.setattr(rewards, "_module_of", lambda *args: SimpleNamespace(mine=function))
     with pytest.raises(SettingError, match=f"reward=.*{words}"):
         grpo_train.Config(reward=[f"{tmp_path}/mine.py:mine"])
+
+
+def test_the_modules_beside_a_reward_file_that_it_imports_belong_to_it(tmp_path):
+    """A run was resumed after a helper of its reward had changed: only the reward's own text counted."""
+    files = {
+        "mine.py": "import os\nimport helper as h\nfrom parts.units import metres\nimport rewards\n",
+        "helper.py": "def f():\n    from sub import *\n    importlib.import_module('late')\n",
+        "parts/__init__.py": "",
+        "parts/units.py": "from . import deep\nfrom .more import x\nfrom ..late import y\n",
+        "parts/deep.py": "import mine\n",
+        "parts/more.py": "",
+        "sub/__init__.py": "def (",
+        "late.py": "",
+        "os.txt": "",
+        "others.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = [str(path.relative_to(tmp_path.resolve())) for path in reward_files(tmp_path / "mine.py")]
+    assert found[0] == "mine.py"
+    assert sorted(found) == sorted(files.keys() - {"os.txt", "others.py"})
+    assert reward_files(rewards.__file__) == [Path(rewards.__file__)], (
+        "the project's own belong to the commit"
+    )
