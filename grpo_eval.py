@@ -9,6 +9,11 @@ as one JSON object. Until the report is there the folder holds the answers so fa
 same command with the same --name goes on from them.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import dataclasses
 import hashlib
 import json

@@ -8,6 +8,11 @@ batch, G generations a prompt, N = B*G rows in group-major order (row n answers 
 tokens.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import math
 import statistics
 from dataclasses import dataclass, field

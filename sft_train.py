@@ -6,6 +6,11 @@ It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py -
 by itself.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import math
 from dataclasses import dataclass

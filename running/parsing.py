@@ -18,7 +18,16 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from errors import DataError, RewardError, RunError, SettingError, SharedError, is_out_of_memory, one_line
+from errors import (
+    DataError,
+    RewardError,
+    RunError,
+    SettingError,
+    SharedError,
+    is_out_of_memory,
+    one_line,
+    raise_on_interrupt,
+)
 from reporting.files import read_yaml
 
 # Names that other trainers give to these settings: transformers and TRL, OneShotGRPO, H3PO, the MATH scripts.
@@ -362,6 +371,7 @@ def run_main(main):
     if transformers := sys.modules.get("transformers"):
         transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    raise_on_interrupt()
     try:
         main()
         _leave_the_others()
