@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerState
 
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
@@ -415,7 +414,7 @@ class Sampled:
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
-    trainer_state: TrainerState = field(default_factory=TrainerState)  # what reward functions are told
+    trainer_state: object = None  # what reward functions are told of the run, as TRL does
     logged: RewardLog = field(default_factory=lambda: RewardLog([]))  # what they log
 
     @property
@@ -456,7 +455,7 @@ def sample(run, decoder, batch, step, groups=None, retry=0):
         decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry)
     )
     if sampled is not None:
-        sampled.trainer_state = trainer_state(run)
+        sampled.trainer_state = trainer_state(run.progress.step, run.total, run.config.num_epochs)
     return sampled
 
 

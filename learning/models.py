@@ -36,10 +36,11 @@ def load_tokenizer(name, trust_remote_code=False):
     return tokenizer
 
 
-def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
+def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_checked=False):
     """A causal model in `dtype` without dropout or noise: log-probs that enter a ratio must not be random.
 
-    It remembers its source_dtype and source_dropout, in which it is saved, and has passed `check_model`.
+    It remembers its source_dtype and source_dropout, in which it is saved, and has passed `check_model`, now
+    or, where it `is_checked`, when the same weights were loaded before.
     `tiny` is a fresh Llama-shaped model of about 200,000 parameters for the arithmetic problems.
     """
     if name == "tiny":
@@ -63,7 +64,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
     model = model.to(device)
     with one_line_of(name, f"a {config.model_type} model cannot be run on ids"):
         model.source_dropout = dropout | silence_noise(model)
-    check_model(model, name)
+    if not is_checked:
+        check_model(model, name)
     return model
 
 
@@ -146,7 +148,7 @@ def load_models(config, name, tokenizer, device):
     """Policy, sampler and reference (None where beta is 0) of a GRPO run, all with the weights of `name`."""
     policy = load_policy(config, name, tokenizer, device)
     sampler = load_frozen(config, name, tokenizer, device)
-    reference = load_frozen(config, name, tokenizer, device) if config.beta > 0 else None
+    reference = load_frozen(config, name, tokenizer, device, is_checked=True) if config.beta > 0 else None
     return policy, sampler, reference
 
 
@@ -166,9 +168,10 @@ def load_policy(config, name, tokenizer, device):
     return policy
 
 
-def load_frozen(config, name, tokenizer, device):
+def load_frozen(config, name, tokenizer, device, is_checked=False):
     """A copy that samples, or that the KL is measured against: in the rollouts' dtype, without gradients."""
-    model = load_model(name, tokenizer, rollout_dtype(config), device, config.trust_remote_code)
+    dtype = rollout_dtype(config)
+    model = load_model(name, tokenizer, dtype, device, config.trust_remote_code, is_checked)
     return model.eval().requires_grad_(False)
 
 

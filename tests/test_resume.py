@@ -75,6 +75,11 @@ def settings_of(start, out, script=grpo_train, **more):
     return script.Config(**{**common, **(grpo if script is grpo_train else supervised), **more})
 
 
+def in_full(cases, fast):
+    """All the cases for parametrize; those after the first `fast` are slow tests."""
+    return [pytest.param(c, marks=[pytest.mark.slow] if n >= fast else []) for n, c in enumerate(cases)]
+
+
 class Killed(BaseException):
     """SIGKILL, as far as a process can do it to itself without dying: nothing is saved or cleaned up."""
 
@@ -137,7 +142,7 @@ def uninterrupted(start, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", in_full(VARIANTS, 2))
 def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterrupted, tmp_path, monkeypatch):
     """I10, M3PO, mu 2, two outer iterations, the second killed too."""
     if variant == "lora":
@@ -252,7 +257,7 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("field", LEFT_OUT)
+@pytest.mark.parametrize("field", in_full(LEFT_OUT, 1))
 def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(field, start, uninterrupted, cut):
     shutil.rmtree(cut / "checkpoint-2")
     folder = cut / "checkpoint-1"
@@ -765,7 +770,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", in_full(DAMAGES, 1))
 def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninterrupted, capsys):
     do, words = DAMAGES[kind]
     do(cut / "checkpoint-2")
