@@ -44,6 +44,10 @@ def starts_processes(config):
     # accelerate launch sets no rank for a single process
     started = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     wanted = config.num_processes or torch.cuda.device_count()
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(wanted))
+    if started and config.num_processes and here != str(wanted) and is_first_of_node():
+        unread = f"num_processes={wanted} has no effect: the launcher has started {here} on this machine"
+        warnings.warn(unread, stacklevel=2)
     if started or wanted <= 1:
         return None
     if torch.cuda.is_available() and wanted > torch.cuda.device_count():

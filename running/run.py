@@ -89,6 +89,8 @@ class Run:
         start_logs(self, state)
         if not self.config.learning_rate:
             self.say("WARNING: learning_rate=0.0: every rate of this run is 0, and no weight will change")
+        if self.config.fsdp and self.accelerator.num_processes == 1:
+            self.say("note: fsdp shards nothing on one process")
         self.log = MetricsLog(self)
 
     def _is_done(self, note):

@@ -644,6 +644,14 @@ def test_a_rate_of_nothing_is_said(start, tmp_path, capsys):
     assert "every rate of this run is 0, and no weight will change" in capsys.readouterr().out
 
 
+def test_what_a_run_of_one_process_and_one_update_leaves_without_effect_is_said(start, tmp_path, capsys):
+    once = dict(num_steps=1, outer_iterations=1, eval_every=0, eval_problems=0, save_every=0, mu=1)
+    run(settings_of(start, tmp_path / "out", fsdp=True, epsilon_high=0.3, **once))
+    said = capsys.readouterr().out
+    assert "note: with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing" in said
+    assert "note: fsdp shards nothing on one process" in said
+
+
 def test_what_is_overwritten_leaves_nothing_behind_from_the_first_moment(start, tmp_path, monkeypatch):
     """A killed new run stood there with its predecessor's model, card, best model and curves."""
     out = tmp_path / "out"

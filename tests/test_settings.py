@@ -530,6 +530,7 @@ def test_the_command_line_silences_what_a_file_has_beside_it(script, text, flags
         (grpo_train, "", "--run_name mine"),
         (sft_train, "", "--project mine"),
         (grpo_train, "", "--m3po_lambda 0 --inspect_every 5"),
+        (grpo_train, "", "--log_groups 0 --inspect_every 5"),
         (grpo_train, "eval_every: 0\n", "--eval_problems 50"),
         (grpo_train, "", "--m3po_similarity mean --m3po_temperature 0.5"),
         (grpo_train, "m3po_lambda: 0\n", "--m3po_temperature 0.1"),
