@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,13 @@ def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "0")
             assert starts_processes(Config()) is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert starts_processes(Config(num_processes=2)) is None
+    with pytest.warns(UserWarning, match="num_processes=4 has no effect: the launcher has started 2"):
+        assert starts_processes(Config(num_processes=4)) is None
 
 
 def state_and_parent(pid):
