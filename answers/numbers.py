@@ -54,7 +54,7 @@ CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
     rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
-    rf"|(?:times|over|under) {FIGURE}"
+    rf"|(?:times|over|under) {FIGURE}|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
     r"|(?:below|under) (?:zero|freezing|sea level)|pi|mil|mio|mln|mn|bln|bn|mrd)\b)",
     re.IGNORECASE,
 )
