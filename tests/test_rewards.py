@@ -68,8 +68,10 @@ NUMBERS = {
     "19\\,\\mathrm{m}": "19", "10,\\!000": "10000", "10{,}000": "10000", "there are 19 eggs left.": "19",
     "n = 19": "19", "答案是19": "19", "19个": "19", "\n\t19 \u00a0": "19", "19 (nineteen)": "19",
     "5 o'clock": "5", "19 a day": "19", "the 5th": "5", "*19* pens": "19", "48 ft²": "48", "48 ft^2": "48",
-    "42\\text{ cm}^2": "42", "\\boxed{42\\text{ cm}^2}": "42", "\\boxed{42\\,\\text{cm}^3}": "42", "9.8 m/s^2": "49/5",
-    "12 \\frac{\\text{m}}{\\text{s}}": "12", "\\boxed{42\\degree}": "42", "Rs.42": "42", "Rs 42": "42", "42 m²": "42",
+    "42\\text{ cm}^2": "42", "\\boxed{42\\text{ cm}^2}": "42", "\\boxed{42\\,\\text{cm}^3}": "42",
+    "9.8 m/s^2": "49/5",
+    "12 \\frac{\\text{m}}{\\text{s}}": "12", "\\boxed{42\\degree}": "42", "Rs.42": "42", "Rs 42": "42",
+    "42 m²": "42",
     "42 more": "42", "12 more apples": "12", "5 times a day": "5", "7 quarters": "7", "42 in one week": "42",
     "5 seconds": "5", "about 42": "42", "so the two friends have 42": "42", "12 more than John": "12",
 }  # fmt: skip
@@ -87,10 +89,12 @@ NOT_NUMBERS = (
     "x + 5", "5 + x", "5-x", "5/x", "x/5", "--5", "+-5", "±5", "-(5)", "-(-5)", "-{5}", "- ($5)",
     "-\\left(5\\right)", "> 5", "x ≥ 5", "≠ 5", "|5|", "5‰", "0.333...", "0.3̅", "0.3…", "1e2e3", "1e99999",
     "1e-99999", "1e4000000", "9" * 4301, "0." + "3" * 5000, "1e" + "0" * 5000, "9^{9^9}",
-    "__import__('os').system('7')", "42 minus one", "two-thirds of 42", "isn't 42", "is not 42", "three point 5",
+    "__import__('os').system('7')", "42 minus one", "two-thirds of 42", "isn't 42", "is not 42",
+    "three point 5",
     "42 below zero", "5 degrees below zero", "at least 5", "at most 5", "up to 5", "5 hours, thirty minutes",
     "5\\text{ hours, thirty minutes}", "5 feet six inches", "5 and one quarter", "a third of 42", "twenty 5",
-    "42 times two", "42 less than x", "42 divided by two", "double 42", "over 5", "5 plus one", "42 is not right",
+    "42 times two", "42 less than x", "42 divided by two", "double 42", "over 5", "5 plus one",
+    "42 is not right",
     "48 ab^2", "5 x^2", "12 \\frac{a}{b}", "42 minus three",
 )  # fmt: skip
 
