@@ -18,6 +18,7 @@ from answers.words import (
     FUNCTIONS,
     GREEK,
     LONE_UNITS,
+    PRODUCTS,
     SCALES,
     UNIT_POWERS,
     UNITS,
@@ -37,7 +38,9 @@ INVERSES = {
     "sec": "arcsec",
     "csc": "arccsc",
 }
-SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log"}
+SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log", "cosec": "csc"}
+AFTER_PI = {"cm", "mm", "km"} | {word for word in UNITS if len(word) > 2}
+DEGREE_SCALES = {"C": "°C", "F": "°F", "Celsius": "°C", "Fahrenheit": "°F"}
 REALS = ("()", (("expression", ("negate", ("infinity",)), {}), ("expression", ("infinity",), {})))
 
 
@@ -127,7 +130,8 @@ def has_unknown(tokens):
 NAME = re.compile(
     r"[a-zA-Z]'?(?: _ (?:\{ )?\w+(?: \})?)?|[A-Z]{2,3}|\\(?:vec|bar|hat|overline) \{ \w+ \}|\[ [A-Z] \]"
     r"|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+|\( \w(?: , (?:\w|\\[a-z]+))+ \)"
-    r"|(?P<function>[a-zA-Z] \( [\w, ]+ \))"
+    r"|\| [A-Z]{2} \||(?:P|Pr|E|Var) (?:\( [^()]+ \)|\[ [^\[\]]+ \])"
+    r"|(?P<function>[a-zA-Z](?: '| \^ \{ - 1 \})? \( (?:- )?[\w, ]+ \))"
 )
 
 
@@ -471,7 +475,7 @@ class Reader:
             return not self.starts_unit() and not self.starts_label()
         if token.kind in ("number", "scientific", "repeating"):
             before = self.tokens[self.at - 1]
-            if not before.is_(")", "}"):
+            if not before.is_(")", "}", "!"):
                 raise NotUnderstood  # 3 4, x2
             return True
         if token.is_("|"):
@@ -489,9 +493,11 @@ class Reader:
         token = self.next()
         if token.kind == "word" and not token.text:
             before = self.tokens[self.at - 1]
-            is_after_number = before.kind in ("number", "scientific") or before.is_("}", "deg", ")")
-            is_lone = token.value in LONE_UNITS and token.spaced
-            if not is_after_number or (len(token.value) == 1 and not is_lone) or token.value in FUNCTIONS:
+            is_number = before.kind in ("number", "scientific")
+            is_lone = (token.value in LONE_UNITS or len(token.value) > 1) and token.spaced
+            is_letters = len(token.value) == 1 or token.value in PRODUCTS
+            is_plain = is_number or before.is_("}", "deg", ")") or (before.is_("pi") and token.value in AFTER_PI)
+            if not is_plain or (is_letters and not (is_lone and is_number)) or token.value in FUNCTIONS:
                 return False
         try:
             return bool(Unit(self.tokens[self.at :]).whole(units_only=True))
@@ -524,7 +530,8 @@ class Reader:
             return ("power", tree, self.exponent())
         if self.take("!"):
             return ("call", "factorial", (tree,)) if not self.next().is_("!") else _refuse()
-        if self.next().is_("deg") and not self.starts_unit_with_scale():
+        is_degrees = self.next().is_("deg") or self.next().value in ("degree", "degrees")
+        if is_degrees and not self.starts_unit_with_scale():
             self.take()
             return ("degrees", tree)
         if self.take("%"):
@@ -534,7 +541,7 @@ class Reader:
 
     def starts_unit_with_scale(self):
         """Whether °C or °F follows."""
-        return self.next(1).value in ("C", "F") and self.next(2).kind == "end"
+        return self.next(1).value in DEGREE_SCALES and self.next(2).kind == "end"
 
     def scale(self):
         """Million after a number: 10^6."""
@@ -586,12 +593,13 @@ class Reader:
             parts = [self.next().value, self.next(2).value]
             if (
                 not self.next().spaced
-                or self.next(3).kind in ("number", "word")
+                or self.next(3).kind == "number"
+                or (self.next(3).kind == "word" and not self.next(3).spaced)
                 or self.next(3).is_("/", "^")
             ):
                 raise NotUnderstood
             self.at += 3
-        elif self.next().is_("frac"):
+        elif self.next().is_("frac") and not self.starts_unit():
             before = self.at
             tree = self.primary()
             if tree[0] != "divide" or not all(part[0] == "number" for part in tree[1:]):
@@ -850,9 +858,9 @@ class Unit(Reader):
         """One name with its power, or a fraction of them."""
         if self.next().is_("frac"):
             return self.quotient()
-        if self.next().is_("deg"):
+        if self.next().is_("deg") or (self.next().value == "degrees" and self.next(1).value in DEGREE_SCALES):
             self.take()
-            scale = {"C": "°C", "F": "°F"}.get(self.next().value)
+            scale = DEGREE_SCALES.get(self.next().value)
             if scale:
                 self.take()
             return {scale or "degree": 1}

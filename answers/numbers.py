@@ -120,7 +120,7 @@ def _sign(before):
 def _is_unit(after, is_money):
     """Whether the text after a number leaves its value alone."""
     # The o of "5 o'clock" and the a of "5 a.m." are not lone letters.
-    word = re.match(rf"([ {{]*)({LETTER}++)(?!['’]|\.\w)", after)
+    word = re.match(rf"([ {{]*)({LETTER}++)(?!'|\.\w)", after)
     if word and len(word[2]) == 1 and _is_cased(word[2]):
         is_article = word[1] and word[2] in "aAI"
         if not is_article and (is_money or word[2] not in UNIT_LETTERS):

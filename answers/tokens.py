@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from answers.words import CURRENCIES
 
-CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ","}
+CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ",", "’": "'"}
 SUPERSCRIPTS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "+-0123456789n")
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 UNICODE = {
@@ -29,9 +29,11 @@ SAME_COMMAND = {
     "lt": "<", "gt": ">", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "times": "cdot",
     "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
-    "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to",
+    "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
+    "bigcap": "cap", "lor": "or", "vee": "or", "land": "and", "wedge": "and", "backslash": "setminus",
+    "bmod": "mod",
 }  # fmt: skip
-SIZES = re.compile(r"(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut|phantom)$")
+SIZES = re.compile(r"(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut)$")
 SPACES = {"quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace"}
 TEXTS = {
     "text", "mbox", "textbf", "textit", "textrm", "textnormal", "textsf", "texttt", "mathrm", "operatorname",
@@ -55,7 +57,7 @@ LEXEMES = re.compile(
     r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"
     r"|(?P<hspace>\\[hv]space\*?\{[^{}]*\})|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
     r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)"
-    r"|(?P<word>[a-zA-Z]{2,}['’][a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
+    r"|(?P<half_day>[aApP]\.\s?[mM]\.?(?![a-zA-Z]))|(?P<word>[a-zA-Z]{2,}'[a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
     r"|(?P<sign><=|>=|!=|\*\*|\.\.\.|.)",
     re.DOTALL,
 )
@@ -94,6 +96,7 @@ def ascii_char(char):
 def normal_characters(text):
     """ASCII and LaTeX for what has such a twin; the rest stays as it is."""
     text = RUPEES.sub("₹", text)
+    text = text.replace(r"\left<", r"\langle ").replace(r"\right>", r"\rangle ")
     text = re.sub("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ]+", lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", text)
     text = re.sub("[₀-₉]+", lambda match: f"_{{{match[0].translate(SUBSCRIPTS)}}}", text)
     return "".join(_normal(char) for char in text)
@@ -184,6 +187,8 @@ def _token(match):
         return "command", "deg"
     if match["grouped"]:
         return "number", re.sub(r"[^\d.]", "", raw)
+    if match["half_day"]:
+        return "word", f"{raw[0].lower()}m"
     if match["row"]:
         return "sign", r"\\"
     if match["escaped"]:

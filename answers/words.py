@@ -5,8 +5,13 @@ import re
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc",
     "sinh", "cosh", "tanh", "ln", "log", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "asin", "acos",
-    "atan",
+    "atan", "cosec", "abs",
 }  # fmt: skip
+# These are no labels, either, but are not computed.
+OTHER_FUNCTIONS = set(
+    "sine cosine tangent cotangent secant cosecant logarithm det dim arg sgn cis erf deg mod sech csch coth "
+    "sup lim".split()
+)
 GREEK = {
     "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota",
     "kappa", "lambda", "mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi",
@@ -48,6 +53,8 @@ s second sec secs
 ms millisecond
 min minute mins
 h hour hr hrs
+am AM
+pm PM
 day
 week
 month
@@ -67,6 +74,7 @@ hectare ha
 mph
 kph kmh
 unit
+pts point
 N newton
 J joule
 kJ kilojoule
@@ -95,6 +103,8 @@ for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
         if len(_word) > 2:
             UNITS.setdefault(_word.lower(), _name)
             UNITS.setdefault(_word.lower() + "s", _name)
+# As bare letters these are a product, unless a space and a number stand before: \\frac12 hr, 2ha.
+PRODUCTS = {"hr", "ha", "pt", "qt", "ms", "mi", "in", "gm"}
 # With these, a bare letter after a number and a space is a unit; in \text{} the whole list is.
 LONE_UNITS = {"m", "g", "s", "h", "L", "N", "J", "W", "V"}
 # Where numbers are graded these are, right after the digits too: 5m, 5p; any other is a variable or a scale.
@@ -120,23 +130,24 @@ OPERATIONS = (
 # Whole words that make of the number beside them another one, or none.
 CHANGING = set(
     f"{FIGURES} {ORDINALS} {NEGATIONS} {OPERATIONS} dozen score and or than least most below under above "
-    "between mil mio mln mn bln bn mrd".split()
+    "between tens base january february march april may june july august september october november december "
+    "mil mio mln mn bln bn mrd".split()
 ) | set(SCALES)
 CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
 
 # Words of one or two letters that may stand among the words of a label: 12 ways to do it.
-SMALL_WORDS = set("a an the of to in on at by per is it we he she as if so up".split())
+SMALL_WORDS = set("a an of to in on at by is it we he as so up us me my be do go am pm th st nd rd".split())
 
 
 def changes(word):
     """Whether a word beside a number makes another number of it: million, half, minus, isn't, thirty-two."""
-    word = word.lower().replace("’", "'")
-    return word in CHANGING or any(part in CHANGING for part in word.split("-"))
+    word = word.lower()
+    return word in CHANGING or word.endswith("n't") or any(part in CHANGING for part in word.split("-"))
 
 
 def is_label(word):
     """Whether a word beside a number only says what is counted, as in 42 apples."""
-    letters = re.sub(r"['’-]", "", word)
-    if changes(word) or not letters.isalpha() or word.lower() in FUNCTIONS or word in GREEK:
+    letters = re.sub("['-]", "", word)
+    if changes(word) or not letters.isalpha() or word in GREEK or word.lower() in FUNCTIONS | OTHER_FUNCTIONS:
         return False
     return len(letters) > 2 or word.lower() in SMALL_WORDS
