@@ -1,8 +1,9 @@
 """What the tokens of an answer say: an object made of expressions, or nothing where one was not understood.
 
 Objects are tuples: (expression, tree, unit), (words, text), (set, members), (matrix, rows), (determinant,
-rows), (equation, sides), (relation, sides, signs), (named, {name: object}), and a pair of brackets such as
-("[)", members) for intervals and tuples. A unit is {name: power}, empty where none is given.
+rows), (equation, sides), (relation, sides, signs), (all, members) of relations that hold together, (named,
+{name: object}, objects in order or None), and a pair of brackets such as ("[)", members) for intervals and
+tuples. A unit is {name: power}, empty where none is given.
 
 Trees are tuples, too: (number, Fraction), (symbol, name), (pi,), (e,), (i,), (infinity,), (add, a, b, ...),
 (multiply, a, b, ...), (divide, a, b), (power, a, b), (negate, a), (degrees, a), (percent, a), (call, name,
@@ -14,6 +15,7 @@ from fractions import Fraction
 
 from answers.tokens import ACCENTS, CLOSERS, OPENERS, Token
 from answers.words import (
+    COMPOUND_UNITS,
     CURRENCIES,
     FUNCTIONS,
     GREEK,
@@ -50,6 +52,8 @@ class NotUnderstood(Exception):
 
 def read(tokens):
     """The object that tokens say; NotUnderstood where they say none."""
+    if len(tokens) == 2 and _is_letter(tokens[0]) and tokens[1].is_(")"):  # a choice: C)
+        tokens = tokens[:1]
     depth = deepest = 0
     for token in tokens:
         depth += token.is_(*OPENERS) - token.is_(*CLOSERS)
@@ -67,6 +71,8 @@ def _object(tokens, depth):
         raise NotUnderstood
     tokens = _without_name(_without_braces(tokens))
     for reader in (
+        _named_tuple,
+        _built_plainly,
         _listed,
         _united,
         _related,
@@ -129,9 +135,9 @@ def has_unknown(tokens):
 
 NAME = re.compile(
     r"[a-zA-Z]'?(?: _ (?:\{ )?\w+(?: \})?)?|[A-Z]{2,3}|\\(?:vec|bar|hat|overline) \{ \w+ \}|\[ [A-Z] \]"
-    r"|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+|\( \w(?: , (?:\w|\\[a-z]+))+ \)"
-    r"|\| [A-Z]{2} \||(?:P|Pr|E|Var) (?:\( [^()]+ \)|\[ [^\[\]]+ \])"
+    r"|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+"
     r"|(?P<function>[a-zA-Z](?: '| \^ \{ - 1 \})? \( (?:- )?[\w, ]+ \))"
+    r"|\| [A-Z]{2} \||(?:P|Pr|E|Var) (?:\( [^()]+ \)|\[ [^\[\]]+ \])"
 )
 
 
@@ -160,6 +166,8 @@ def _without_name(tokens):
         if any(t.kind == "command" for t in parts[0]):
             tokens = parts[0]
     sides, found = split(tokens, "=", "in")
+    if len(sides) == 2 and len(sides[1]) == 1 and _is_letter(sides[1][0]):  # 5 = x
+        sides = sides[::-1]
     if (
         len(sides) != 2
         or not all(sides)
@@ -182,6 +190,21 @@ def _outermost(tokens):
         depth -= token.is_(*CLOSERS)
 
 
+TUPLE_OF_NAMES = re.compile(r"\( \w(?: , (?:\w|\\[a-z]+))+ \)")
+
+
+def _named_tuple(tokens, depth):
+    """(x,y) = (1,2)"""
+    sides, found = split(tokens, "=")
+    if found != ["="] or not TUPLE_OF_NAMES.fullmatch(spelt(sides[0])):
+        return None
+    names = spelt(sides[0][1:-1]).split(" , ")
+    kind, values, *_ = _object(sides[1], depth + 1)
+    if kind != "()" or len(values) != len(names) or len(set(names)) != len(names):
+        raise NotUnderstood
+    return "named", dict(zip(names, values, strict=True)), values
+
+
 def _listed(tokens, depth):
     """`x=1, y=2` has names, `1, 2` is a set; the parts of a list stand between ; or commas, and, or."""
     parts, found = split(tokens, ";")
@@ -195,9 +218,15 @@ def _listed(tokens, depth):
     if found[-1] in ("and", "or") and not parts:
         raise NotUnderstood
     names = [_stated_name(part) for part in parts]
+    is_relation = any(t.is_(*RELATIONS) for part in parts for t in part)
     if None not in names and len(set(names)) == len(names) > 1:
-        return "named", dict(zip(names, [_object(part, depth + 1) for part in parts], strict=True))
-    return "set", _members(parts, depth)
+        if "or" in found:
+            raise NotUnderstood
+        values = tuple(_object(part, depth + 1) for part in parts)
+        in_order = sorted(zip(names, values, strict=True), key=lambda pair: pair[0])
+        is_ordered = _are_neighbours("".join(names)) and all(len(name) == 1 for name in names)
+        return "named", dict(in_order), tuple(value for _, value in in_order) if is_ordered else None
+    return "all" if is_relation and "and" in found else "set", _members(parts, depth)
 
 
 def _stated_name(part):
@@ -229,6 +258,8 @@ def _related(tokens, depth):
     if not all(sides) or any(split(side, "=")[1] for side in sides):
         raise NotUnderstood
     signs = [RELATIONS[sign] for sign in found]
+    if signs == ["!="] and (letter := _letter_among(sides)) is not None:
+        return _all_but(sides[1 - letter], depth)
     if signs[0][0] == ">":
         sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
     if any(sign[0] == ">" for sign in signs):
@@ -236,14 +267,26 @@ def _related(tokens, depth):
     return _interval(sides, signs, depth) or ("relation", tuple(map(_tree, sides)), tuple(signs))
 
 
+def _letter_among(sides):
+    """Where the one side stands that is a variable, the others without unknowns; else None."""
+    is_letter = [len(side) == 1 and (_is_letter(side[0]) or side[0].value in GREEK) for side in sides]
+    has_one = sum(is_letter) == 1 and sum(map(has_unknown, sides)) == 1
+    return is_letter.index(True) if has_one else None
+
+
+def _all_but(tokens, depth):
+    """All real numbers but one."""
+    end = _object(tokens, depth + 1)
+    return "set", (("()", (REALS[1][0], end)), ("()", (end, REALS[1][1])))
+
+
 def _interval(sides, signs, depth):
     """What a variable may be, as an interval: x > 5, 1 < x <= 3."""
-    is_letter = [len(side) == 1 and (_is_letter(side[0]) or side[0].value in GREEK) for side in sides]
-    if "!=" in signs or sum(is_letter) != 1:
+    at = _letter_among(sides)
+    if "!=" in signs or at is None:
         return None
-    at = is_letter.index(True)
     low, high = sides[:at], sides[at + 1 :]
-    if len(low) > 1 or len(high) > 1 or any(map(has_unknown, low + high)):
+    if len(low) > 1 or len(high) > 1:
         return None
     opening = "[" if low and signs[0] == "<=" else "("
     ending = "]" if high and signs[-1] == "<=" else ")"
@@ -272,8 +315,11 @@ def _known_set(tokens, depth):
     kinds = [t.value for t in tokens]
     if kinds in (["emptyset"], [r"\{", r"\}"]):
         return "set", ()
-    is_reals = kinds in (["mathbb", "{", "R", "}"], ["mathbb", "R"])
-    return REALS if is_reals else None
+    reals = next((n for n in (4, 2) if kinds[:n] in (["mathbb", "{", "R", "}"], ["mathbb", "R"])), 0)
+    if reals and len(kinds) > reals + 3 and tokens[reals].is_("setminus", "-"):  # R without {2}
+        if kinds[reals + 1] == r"\{" and kinds[-1] == r"\}" and not split(tokens[reals + 2 : -1], ",")[1]:
+            return _all_but(tokens[reals + 2 : -1], depth)
+    return REALS if reals and len(kinds) == reals else None
 
 
 def _matrix(tokens, depth):
@@ -325,6 +371,13 @@ def _refuse():
     raise NotUnderstood
 
 
+def _built_plainly(tokens, depth):
+    """{x | x > 3} without backslashes, whose braces are gone by now."""
+    is_built = len(tokens) > 2 and _is_letter(tokens[0]) and tokens[1].is_("|", ":")
+    is_built = is_built and tokens[0].key in [t.key for t in tokens[2:]]
+    return _built(tokens, depth) if is_built else None
+
+
 def _built(inside, depth):
     r"""\{x | x > 3\} and \{x \in R : 1 < x\}: the interval, or the union of them."""
     for bar in ("|", ":"):
@@ -362,11 +415,11 @@ def _worded(tokens, depth):
         return None
     values = [t.value for t in tokens]
     is_bare = not any(t.text for t in tokens)
-    if is_bare and (
-        all(len(v) < 3 for v in values) or is_product(values) or set(values) & (FUNCTIONS | GREEK)
-    ):
+    if set(values) & FUNCTIONS or (is_bare and set(values) & GREEK):
         return None
-    if values[0].lower() in ("a", "an", "the") and len(values) > 1:
+    if is_bare and (all(len(v) < 3 for v in values) or is_product(values)) and values[0].lower() != "no":
+        return None
+    if values[0].lower() in ("a", "an", "the", "option", "choice") and len(values) > 1:
         values = values[1:]
     words = " ".join(values).lower()
     if words in ("infinity", "pi"):
@@ -494,11 +547,13 @@ class Reader:
         if token.kind == "word" and not token.text:
             before = self.tokens[self.at - 1]
             is_number = before.kind in ("number", "scientific")
-            is_lone = (token.value in LONE_UNITS or len(token.value) > 1) and token.spaced
-            is_letters = len(token.value) == 1 or token.value in PRODUCTS
-            is_plain = is_number or before.is_("}", "deg", ")") or (before.is_("pi") and token.value in AFTER_PI)
-            if not is_plain or (is_letters and not (is_lone and is_number)) or token.value in FUNCTIONS:
+            is_after = is_number or before.is_("}", "deg", ")") or (before.is_("pi") and token.value in AFTER_PI)
+            if not is_after or token.value in FUNCTIONS:
                 return False
+            if len(token.value) == 1 or token.value in PRODUCTS:
+                is_known = token.value in LONE_UNITS or len(token.value) > 1
+                if not (is_known and token.spaced and is_number) or has_unknown(self.tokens[: self.at]):
+                    return False
         try:
             return bool(Unit(self.tokens[self.at :]).whole(units_only=True))
         except NotUnderstood:
@@ -875,7 +930,8 @@ class Unit(Reader):
         if name is None:
             return None
         self.take()
-        return {name: self.power() if self.take("^") else power}
+        power = self.power() if self.take("^") else power
+        return {part: power * times for part, times in COMPOUND_UNITS.get(name, {name: 1}).items()}
 
     def name(self):
         """The name of the unit that comes next; None for another word."""

@@ -6,6 +6,7 @@ from functools import lru_cache
 from answers.grammar import NotUnderstood, read
 from answers.numbers import parse_number
 from answers.tokens import tokenise
+from answers.words import is_label
 from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
 
 LONGEST = 2000  # characters; no answer in MATH comes near it
@@ -44,10 +45,29 @@ def _compared(answer, reference, timeout):
         return False
     if [token.key for token in tokens] == [token.key for token in other_tokens]:
         return True
+    if one is None and two is None:
+        return _spelling(tokens) == _spelling(other_tokens)
+    one, two = one or _in_prose(answer, tokens), two or _in_prose(reference, other_tokens)
     if one is None or two is None:
-        numbers = parse_number(answer), parse_number(reference)
-        return None not in numbers and numbers[0] == numbers[1]
-    return Comparison(Budget(timeout * WORK_A_SECOND)).same(one, two)
+        return False
+    return Comparison(Budget(timeout * WORK_A_SECOND)).same_whole(one, two)
+
+
+def _spelling(tokens):
+    r"""The tokens' keys, without braces around a single character: \pmod{7} is \pmod 7."""
+    keys = []
+    for token in tokens:
+        keys.append(token.key)
+        if token.is_("}") and keys[-3:-2] == [("sign", "{")] and len(keys[-2][1]) == 1:
+            keys[-3:] = [keys[-2]]
+    return keys
+
+
+def _in_prose(text, tokens):
+    """The one number of a text such as `there are 19 eggs left`, whose words change nothing of it."""
+    words = [token.value for token in tokens if token.kind == "word"]
+    number = parse_number(text) if all(word == "times" or is_label(word) for word in words) else None
+    return None if number is None else ("expression", ("number", number), {})
 
 
 @lru_cache(maxsize=20_000)
@@ -66,21 +86,29 @@ class Comparison:
     def __init__(self, budget):
         self.budget = budget
 
+    def same_whole(self, a, b):
+        """same, where a set of one element is that element."""
+        for one, other in ((a, b), (b, a)):
+            if one[0] == "set" != other[0] and len(one[1]) == 1:
+                return self.same(one[1][0], other)
+        return self.same(a, b)
+
     def same(self, a, b):
         kinds = {a[0], b[0]}
         if len(kinds) == 1:
             return getattr(self, f"_same_{a[0]}", self._same_in_order)(
                 a, b
             )  # of brackets and matrices, in order
-        if kinds == {"expression", "set"}:  # an element, and a set of one element
-            value, members = (a, b[1]) if a[0] == "expression" else (b, a[1])
-            return self.same(value, members[0]) if len(members) == 1 else False
         if kinds == {"expression", "words"}:  # a choice: C, and (C)
             value, words = (a, b) if a[0] == "expression" else (b, a)
             return value[1][0] == "symbol" and value[1][1].lower() == words[1]
-        if kinds == {"named", "set"}:  # x=1, x=2 and 1, 2
-            members = [tuple(x[1].values()) if x[0] == "named" else x[1] for x in (a, b)]
-            return self._same_set(*(("set", m) for m in members))
+        if kinds == {"named", "set"}:  # x_1=1, x_2=2 and 1, 2
+            (_, values, _), members = (a, b) if a[0] == "named" else (b, a)
+            is_one_letter = len({name.partition(" _")[0] for name in values}) == 1
+            return self._same_set(("set", tuple(values.values())), members) if is_one_letter else False
+        if kinds == {"named", "()"}:  # x=1, y=2 and (1,2)
+            (_, _, ordered), members = (a, b) if a[0] == "named" else (b, a)
+            return self._same_in_order(("()", ordered), members) if ordered else False
         return False
 
     def _same_in_order(self, a, b):

@@ -5,9 +5,21 @@ import unicodedata
 from fractions import Fraction
 
 from answers.formats import completion_text
-from answers.grammar import NotUnderstood, Unit
+from answers.grammar import NotUnderstood, Unit, is_product
 from answers.tokens import RUPEES, ascii_char, tokenise, without_wrapping
-from answers.words import FIGURES, NEGATIONS, OPERATIONS, ORDINALS, UNIT_LETTERS
+from answers.words import (
+    FIGURES,
+    FUNCTIONS,
+    GREEK,
+    NEGATIONS,
+    OPERATIONS,
+    ORDINALS,
+    OTHER_FUNCTIONS,
+    SMALL_WORDS,
+    UNIT_LETTERS,
+    UNIT_POWERS,
+    UNITS,
+)
 
 # Python's own limit for int(). Exponents have the same bound, so that 1e4000000 is never computed.
 MAX_DIGITS = 4300
@@ -30,7 +42,7 @@ EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 # ("3 eggs or more") do so wherever they stand, the others right before or after the number and its noun.
 SCALE = re.compile(
     r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?"
-    r"|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆]",
+    r"|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆半]",
     re.IGNORECASE,
 )
 
@@ -44,9 +56,10 @@ FIGURE = _any(FIGURES.split())
 PART = f"(?:{_any(ORDINALS.split())}s?|quarters?)"
 BESIDE = r"[^\w.,:;!?\n]*"  # a dollar, a bracket, a space; no end of a clause
 CHANGED_BEFORE = re.compile(
-    rf"\b(?:{NOT}(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
+    rf"(?:[负負减減]|零下|不是|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
     rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?"
-    rf"|sqrt|log|ln|exp|sin|cos|tan|cot|sec|csc|arc[a-z]{{3}}){BESIDE}$",
+    rf"|(?:square|cube|power|reciprocal|opposite|inverse|absolute value)s? of(?: the)?"
+    rf"|{_any(FUNCTIONS | OTHER_FUNCTIONS)}(?: of)?)){BESIDE}$",
     re.IGNORECASE,
 )
 COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]*)?"
@@ -54,8 +67,9 @@ CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
     rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
-    rf"|(?:times|over|under) {FIGURE}|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
-    r"|(?:below|under) (?:zero|freezing|sea level)|pi|mil|mio|mln|mn|bln|bn|mrd)\b)",
+    rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
+    r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bn|mrd|score|tens|(?:in )?base"
+    r"|and up|to the (?:power|nth))\b)",
     re.IGNORECASE,
 )
 UNIT_WITH_POWER = re.compile(r"[\^²³]|\\(?:frac|degree|textdegree|text|mathrm)(?![a-zA-Z])")
@@ -117,6 +131,16 @@ def _sign(before):
     return None if head.endswith("(") and _is_cased(head[-2:-1]) else (sign, head)
 
 
+def _is_factor(word):
+    """Whether a word after a number is a function or letters that multiply it: 2 ab, 5 theta, 2sin(x)."""
+    if not word.isascii() or word in UNITS or word.lower() in UNITS:
+        return False
+    if len(word) == 2:
+        return word.lower() not in SMALL_WORDS | UNIT_POWERS.keys()
+    is_letters = len(word) == 3 and word.islower() and is_product([word])
+    return is_letters or word in GREEK or word.lower() in FUNCTIONS | OTHER_FUNCTIONS
+
+
 def _is_unit(after, is_money):
     """Whether the text after a number leaves its value alone."""
     # The o of "5 o'clock" and the a of "5 a.m." are not lone letters.
@@ -125,6 +149,8 @@ def _is_unit(after, is_money):
         is_article = word[1] and word[2] in "aAI"
         if not is_article and (is_money or word[2] not in UNIT_LETTERS):
             return False
+    if word and len(word[2]) > 1 and _is_factor(word[2]):
+        return False
     is_overlined = unicodedata.category(after[0])[0] == "M" if after else False  # a repeating decimal
     return not (is_overlined or OPERATOR_AFTER.search(after) or CHANGED_AFTER.match(after))
 

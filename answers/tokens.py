@@ -30,7 +30,7 @@ SAME_COMMAND = {
     "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
-    "bigcap": "cap", "lor": "or", "vee": "or", "land": "and", "wedge": "and", "backslash": "setminus",
+    "bigcap": "cap", "lor": "or", "vee": "or", "backslash": "setminus",
     "bmod": "mod",
 }  # fmt: skip
 SIZES = re.compile(r"(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut)$")
@@ -44,7 +44,7 @@ ACCENTS = {"overline", "bar", "vec", "hat", "overrightarrow", "tilde", "mathbb",
 BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
 SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
 OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
-RUPEES = re.compile(r"\bRs\.? ?(?=\d)")
+RUPEES = re.compile(r"\bRs\.? ?(?=\}? ?\d)")
 DELIMITERS = ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")
 
 NUMBER = r"\d+(?:\.\d+)?|\.\d+"

@@ -67,7 +67,10 @@ class Budget:
 
 
 def same_value(a, b, budget):
-    """Whether two trees are equal wherever both are real (everywhere, if i occurs). May raise Undecided."""
+    """Whether two trees are equal where all that occurs in them is real (everywhere, if i occurs).
+
+    May raise Undecided.
+    """
     points = range(POINTS) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:
@@ -117,14 +120,16 @@ def _positive_at(tree, point, budget):
 
 
 def value_of(name, point):
-    """The number that an unknown stands for at a point: of either sign and moderate size."""
+    """The number that an unknown stands for at a point: of moderate size; at points 0 and 2 all are positive,
+    so that roots and logarithms are real there, at 1 all are negative, at 3 of either sign.
+    """
     code = zlib.crc32(f"{name} {point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
-    return -size if (point and (code >> 20) & 1) or point == 1 else size
+    return -size if point == 1 or (point == 3 and (code >> 20) & 1) else size
 
 
 def _equal_at(a, b, point, budget):
-    """(equal, both are real) at a point."""
+    """(equal, all that occurs is real) at a point."""
     first = Evaluation(250, point, budget)
     x, y = first.of(a), first.of(b)
     if isinstance(x, Fraction) and isinstance(y, Fraction):
@@ -135,12 +140,12 @@ def _equal_at(a, b, point, budget):
         return _is_infinite(x) and _is_infinite(y) and x == y, True
     width = first.width(x, y)
     if width <= 60 and not first.near(x, y, first.largest - 100):
-        return False, first.is_real(x) and first.is_real(y)
+        return False, first.all_real
     if width > WIDEST:
         raise Undecided
     second = Evaluation(3 * width + 500, point, budget)
     x, y = second.of(a), second.of(b)
-    return second.near(x, y, second.largest - width - 300), second.is_real(x) and second.is_real(y)
+    return second.near(x, y, second.largest - width - 300), second.all_real
 
 
 def _is_huge(x):
@@ -167,6 +172,7 @@ class Evaluation:
         self.mp, self.point, self.bits = _local.context, point, bits
         self.mp.prec = bits
         self.largest, self.smallest, self.budget = 0, 0, budget
+        self.all_real = True  # what has occurred
 
     def of(self, tree):
         kind = tree[0]
@@ -196,6 +202,7 @@ class Evaluation:
             if self.mp.isnan(value):
                 raise NoValue
             is_zero = not value or self.mp.isinf(value)
+            self.all_real = self.all_real and self.is_real(value)
             size = 0 if is_zero else int(self.mp.mag(value))
         if not is_zero:
             self.largest, self.smallest = max(self.largest, size), min(self.smallest, size)

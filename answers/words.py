@@ -72,9 +72,10 @@ teaspoon tsp
 acre
 hectare ha
 mph
-kph kmh
+kph kmh kmph
 unit
-pts point
+point pts
+piece pcs
 N newton
 J joule
 kJ kilojoule
@@ -104,12 +105,13 @@ for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
             UNITS.setdefault(_word.lower(), _name)
             UNITS.setdefault(_word.lower() + "s", _name)
 # As bare letters these are a product, unless a space and a number stand before: \\frac12 hr, 2ha.
-PRODUCTS = {"hr", "ha", "pt", "qt", "ms", "mi", "in", "gm"}
+PRODUCTS = {"hr", "ha", "pt", "qt", "ms", "mi", "in", "gm", "am", "pm"}
 # With these, a bare letter after a number and a space is a unit; in \text{} the whole list is.
 LONE_UNITS = {"m", "g", "s", "h", "L", "N", "J", "W", "V"}
 # Where numbers are graded these are, right after the digits too: 5m, 5p; any other is a variable or a scale.
 UNIT_LETTERS = "mgslLhdtcpVWANJCF"
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound_sterling", "¥": "yen", "₹": "rupee", "¢": "cent"}
+COMPOUND_UNITS = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 UNIT_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 SCALES = {
@@ -136,7 +138,7 @@ CHANGING = set(
 CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
 
 # Words of one or two letters that may stand among the words of a label: 12 ways to do it.
-SMALL_WORDS = set("a an of to in on at by is it we he as so up us me my be do go am pm th st nd rd".split())
+SMALL_WORDS = set("a an of to in on at by is it we he as so up us me my be do go am pm th st nd rd tv pc cd".split())
 
 
 def changes(word):
