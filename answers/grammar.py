@@ -212,11 +212,11 @@ def _listed(tokens, depth):
         parts, found = split(tokens, ",", "and", "or")
     if not found:
         return None
-    parts = [part for part, after in zip(parts, [*found, ""], strict=True) if part or after not in ("", ",")]
-    if not all(parts):  # , and
-        parts = [part for part in parts if part]
-    if found[-1] in ("and", "or") and not parts:
-        raise NotUnderstood
+    for n, part in enumerate(parts):  # nothing may stand between a comma and the `and` or the end after it
+        is_ended = n == len(found) or found[n] in ("and", "or")
+        if not part and not (n > 0 and found[n - 1] in (",", ";") and is_ended):
+            raise NotUnderstood
+    parts = [part for part in parts if part]
     names = [_stated_name(part) for part in parts]
     is_relation = any(t.is_(*RELATIONS) for part in parts for t in part)
     if None not in names and len(set(names)) == len(names) > 1:
@@ -938,7 +938,7 @@ class Unit(Reader):
         token = self.next()
         if token.is_(*CURRENCIES):
             return CURRENCIES[token.value]
-        word = token.value
+        word = token.value if token.kind == "word" else ""
         return UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 2 else None)
 
     def power(self):

@@ -9,12 +9,11 @@ from answers.grammar import NotUnderstood, Unit, is_product
 from answers.tokens import RUPEES, ascii_char, tokenise, without_wrapping
 from answers.words import (
     FIGURES,
-    FUNCTIONS,
+    FUNCTION_NAMES,
     GREEK,
     NEGATIONS,
     OPERATIONS,
     ORDINALS,
-    OTHER_FUNCTIONS,
     SMALL_WORDS,
     UNIT_LETTERS,
     UNIT_POWERS,
@@ -59,7 +58,7 @@ CHANGED_BEFORE = re.compile(
     rf"(?:[负負减減]|零下|不是|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
     rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?"
     rf"|(?:square|cube|power|reciprocal|opposite|inverse|absolute value)s? of(?: the)?"
-    rf"|{_any(FUNCTIONS | OTHER_FUNCTIONS)}(?: of)?)){BESIDE}$",
+    rf"|{_any(FUNCTION_NAMES)}(?: of)?)){BESIDE}$",
     re.IGNORECASE,
 )
 COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]*)?"
@@ -136,9 +135,9 @@ def _is_factor(word):
     if not word.isascii() or word in UNITS or word.lower() in UNITS:
         return False
     if len(word) == 2:
-        return word.lower() not in SMALL_WORDS | UNIT_POWERS.keys()
+        return word.lower() not in (*SMALL_WORDS, *UNIT_POWERS)
     is_letters = len(word) == 3 and word.islower() and is_product([word])
-    return is_letters or word in GREEK or word.lower() in FUNCTIONS | OTHER_FUNCTIONS
+    return is_letters or word in GREEK or word.lower() in FUNCTION_NAMES
 
 
 def _is_unit(after, is_money):

@@ -7,8 +7,8 @@ FUNCTIONS = {
     "sinh", "cosh", "tanh", "ln", "log", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "asin", "acos",
     "atan", "cosec", "abs",
 }  # fmt: skip
-# These are no labels, either, but are not computed.
-OTHER_FUNCTIONS = set(
+# All names of functions, of which these are not computed.
+FUNCTION_NAMES = FUNCTIONS | set(
     "sine cosine tangent cotangent secant cosecant logarithm det dim arg sgn cis erf deg mod sech csch coth "
     "sup lim".split()
 )
@@ -150,6 +150,6 @@ def changes(word):
 def is_label(word):
     """Whether a word beside a number only says what is counted, as in 42 apples."""
     letters = re.sub("['-]", "", word)
-    if changes(word) or not letters.isalpha() or word in GREEK or word.lower() in FUNCTIONS | OTHER_FUNCTIONS:
+    if changes(word) or not letters.isalpha() or word in GREEK or word.lower() in FUNCTION_NAMES:
         return False
     return len(letters) > 2 or word.lower() in SMALL_WORDS
