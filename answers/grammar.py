@@ -10,6 +10,7 @@ Trees are tuples, too: (number, Fraction), (symbol, name), (pi,), (e,), (i,), (i
 arguments).
 """
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -93,7 +94,8 @@ def split(tokens, *separators):
     """The parts between separators that stand outside of all brackets, and the separators."""
     parts, found, depth, start, bars = [], [], 0, 0, 0
     for i, token in enumerate(tokens):
-        is_word = token.kind == "word" and (token.value in separators or token.value.lower() in separators)
+        is_word = token.kind == "word" and token.value != "in"
+        is_word = is_word and (token.value in separators or token.value.lower() in separators)
         if depth == 0 and bars % 2 == 0 and (token.is_(*separators) or is_word):
             parts.append(tokens[start:i])
             found.append(token.value.lower() if is_word else token.value)
@@ -127,10 +129,17 @@ def _without_braces(tokens):
 
 def has_unknown(tokens):
     """Whether a letter stands for something unknown: not one of a function, nor e or i, nor a unit."""
-    words = [t.value for t in tokens if t.kind == "word" and not t.text]
-    symbols = [t.value for t in tokens if t.kind == "command" and t.value in GREEK and t.value != "pi"]
-    unknown = [w for w in words if w not in FUNCTIONS and w not in "ei" and w != "pi" and not is_label(w)]
-    return bool(symbols or [w for w in unknown if w not in UNITS])
+    return any(_is_unknown(*pair) for pair in itertools.pairwise((Token("end", ""), *tokens)))
+
+
+def _is_unknown(before, token):
+    if token.kind == "command":
+        return token.value in GREEK and token.value != "pi"
+    if token.kind != "word" or token.text or token.value in (*FUNCTIONS, "e", "i", "pi"):
+        return False
+    if token.value in UNITS:
+        return token.value in PRODUCTS and not (token.spaced and before.kind == "number")
+    return len(token.value) < 3 or not is_label(token.value)
 
 
 NAME = re.compile(
@@ -190,16 +199,18 @@ def _outermost(tokens):
         depth -= token.is_(*CLOSERS)
 
 
-TUPLE_OF_NAMES = re.compile(r"\( \w(?: , (?:\w|\\[a-z]+))+ \)")
+TUPLE_OF_NAMES = re.compile(r"\( (?:\w|\\[a-z]+)(?: , (?:\w|\\[a-z]+))+ \)")
 
 
 def _named_tuple(tokens, depth):
-    """(x,y) = (1,2)"""
-    sides, found = split(tokens, "=")
-    if found != ["="] or not TUPLE_OF_NAMES.fullmatch(spelt(sides[0])):
+    """(x,y) = (1,2); the set alone of (x,y) = (1,2), (3,4)."""
+    sides, found = split(tokens, "=", "in")
+    if len(sides) != 2 or not TUPLE_OF_NAMES.fullmatch(spelt(sides[0])):
         return None
     names = spelt(sides[0][1:-1]).split(" , ")
-    kind, values, *_ = _object(sides[1], depth + 1)
+    kind, values, *_ = made = _object(sides[1], depth + 1)
+    if kind == "set":
+        return made
     if kind != "()" or len(values) != len(names) or len(set(names)) != len(names):
         raise NotUnderstood
     return "named", dict(zip(names, values, strict=True)), values
@@ -269,7 +280,8 @@ def _related(tokens, depth):
 
 def _letter_among(sides):
     """Where the one side stands that is a variable, the others without unknowns; else None."""
-    is_letter = [len(side) == 1 and (_is_letter(side[0]) or side[0].value in GREEK) for side in sides]
+    letters = [side[0] if len(side) == 1 else Token("end", "") for side in sides]
+    is_letter = [_is_letter(t) or t.value in GREEK - {"pi"} for t in letters]
     has_one = sum(is_letter) == 1 and sum(map(has_unknown, sides)) == 1
     return is_letter.index(True) if has_one else None
 
@@ -417,7 +429,8 @@ def _worded(tokens, depth):
     is_bare = not any(t.text for t in tokens)
     if set(values) & FUNCTIONS or (is_bare and set(values) & GREEK):
         return None
-    if is_bare and (all(len(v) < 3 for v in values) or is_product(values)) and values[0].lower() != "no":
+    is_word = re.fullmatch("[Nn]o|[IVX]{2,}", values[0])  # of two letters, and no product of them
+    if is_bare and (all(len(v) < 3 for v in values) or is_product(values)) and not is_word:
         return None
     if values[0].lower() in ("a", "an", "the", "option", "choice") and len(values) > 1:
         values = values[1:]
@@ -547,12 +560,16 @@ class Reader:
         if token.kind == "word" and not token.text:
             before = self.tokens[self.at - 1]
             is_number = before.kind in ("number", "scientific")
-            is_after = is_number or before.is_("}", "deg", ")") or (before.is_("pi") and token.value in AFTER_PI)
+            is_after = (
+                is_number or before.is_("}", "deg", ")") or (before.is_("pi") and token.value in AFTER_PI)
+            )
             if not is_after or token.value in FUNCTIONS:
                 return False
             if len(token.value) == 1 or token.value in PRODUCTS:
                 is_known = token.value in LONE_UNITS or len(token.value) > 1
-                if not (is_known and token.spaced and is_number) or has_unknown(self.tokens[: self.at]):
+                is_half = any(t.is_("frac") for t in self.tokens[max(0, self.at - 3) : self.at])  # \frac12 hr
+                is_after = is_number and token.spaced and not is_half
+                if not (is_known and is_after) or has_unknown(self.tokens[: self.at]):
                     return False
         try:
             return bool(Unit(self.tokens[self.at :]).whole(units_only=True))

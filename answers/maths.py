@@ -136,6 +136,8 @@ class Comparison:
                 is_sure = False
         return True if is_sure else None
 
+    _same_all = _same_set
+
     def _same_named(self, a, b):
         if a[1].keys() != b[1].keys():
             return False

@@ -61,14 +61,14 @@ CHANGED_BEFORE = re.compile(
     rf"|{_any(FUNCTION_NAMES)}(?: of)?)){BESIDE}$",
     re.IGNORECASE,
 )
-COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]*)?"
+COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]+)?"
 CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
     rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
     rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
     r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bn|mrd|score|tens|(?:in )?base"
-    r"|and up|to the (?:power|nth))\b)",
+    r"|and up|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )
 UNIT_WITH_POWER = re.compile(r"[\^²³]|\\(?:frac|degree|textdegree|text|mathrm)(?![a-zA-Z])")
@@ -135,7 +135,7 @@ def _is_factor(word):
     if not word.isascii() or word in UNITS or word.lower() in UNITS:
         return False
     if len(word) == 2:
-        return word.lower() not in (*SMALL_WORDS, *UNIT_POWERS)
+        return word.lower() not in (*SMALL_WORDS, *UNIT_POWERS, "if", "or", "vs", "co", "ad", "bc")
     is_letters = len(word) == 3 and word.islower() and is_product([word])
     return is_letters or word in GREEK or word.lower() in FUNCTION_NAMES
 

@@ -115,7 +115,7 @@ def _normal(char):
 
 def without_wrapping(text):
     """Without dollars, a box or Markdown's stars around the whole, and without one closing full stop."""
-    text = text.strip()
+    text = text.strip().removeprefix("=").strip()
     while True:
         before = text
         for opening, closing in (*DELIMITERS, ("**", "**"), ("*", "*"), ("`", "`")):

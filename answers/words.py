@@ -93,9 +93,10 @@ mol mole
 K_ kelvin
 byte
 bit
-kB KB kilobyte
-MB megabyte
-GB gigabyte
+kB KB kb kilobyte
+MB mb megabyte
+GB gb gigabyte
+TB tb terabyte
 """
 UNITS = {}
 for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
@@ -138,7 +139,9 @@ CHANGING = set(
 CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
 
 # Words of one or two letters that may stand among the words of a label: 12 ways to do it.
-SMALL_WORDS = set("a an of to in on at by is it we he as so up us me my be do go am pm th st nd rd tv pc cd".split())
+SMALL_WORDS = set(
+    "a an of to in on at by is it we he as so up us me my be do go am pm th st nd rd tv pc cd".split()
+)
 
 
 def changes(word):

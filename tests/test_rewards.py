@@ -74,6 +74,9 @@ NUMBERS = {
     "42 m²": "42",
     "42 more": "42", "12 more apples": "12", "5 times a day": "5", "7 quarters": "7", "42 in one week": "42",
     "5 seconds": "5", "about 42": "42", "so the two friends have 42": "42", "12 more than John": "12",
+    "42 sq ft": "42", "3 co-workers": "3", "10 if she is there": "10", "20kb": "20", "8400 BC": "8400",
+    "35 phone calls": "35", "17 kittens": "17", "7 TV shows": "7", "42 US dollars": "42", "5 a.m.": "5",
+    "7 pcs": "7", "7 DVDs": "7", "5 pts": "5", "4 common tangents": "4",
 }  # fmt: skip
 NOT_NUMBERS = (
     "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²",
@@ -96,6 +99,12 @@ NOT_NUMBERS = (
     "42 times two", "42 less than x", "42 divided by two", "double 42", "over 5", "5 plus one",
     "42 is not right",
     "48 ab^2", "5 x^2", "12 \\frac{a}{b}", "42 minus three",
+    "9 over par", "7 score", "7 and up", "7 xy", "7ab", "7 ab", "7pq", "7 pq", "7 theta", "7 alpha",
+    "7 lambda", "7sin(x)", "7 sin x", "7 log x", "7log x", "7 ln x", "7 cos", "square of 7", "the cube of 7",
+    "reciprocal of 7", "the opposite of 7", "doesn't equal 7", "10 percent of x", "7 to the power of two",
+    "7 times x", "7 times itself", "7 over x", "7 below", "42abc", "负42", "5个半", "零下5度", "不是5", "5 tens",
+    "logarithm of 5", "sine of 30", "the cosine of 60 degrees", "the absolute value of 5", "5 in base eight",
+    "5 if x is even",
 )  # fmt: skip
 
 
