@@ -6,8 +6,8 @@ from functools import lru_cache
 from answers.grammar import NotUnderstood, read
 from answers.numbers import parse_number
 from answers.tokens import tokenise
-from answers.words import is_label
 from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
+from answers.words import is_label
 
 LONGEST = 2000  # characters; no answer in MATH comes near it
 MOST_MEMBERS = 40  # of a set whose members are compared each with each

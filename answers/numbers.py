@@ -55,7 +55,8 @@ FIGURE = _any(FIGURES.split())
 PART = f"(?:{_any(ORDINALS.split())}s?|quarters?)"
 BESIDE = r"[^\w.,:;!?\n]*"  # a dollar, a bracket, a space; no end of a clause
 CHANGED_BEFORE = re.compile(
-    rf"(?:[负負减減]|零下|不是|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
+    rf"(?:[负負减減]|零下|不是|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}"
+    rf"|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
     rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?"
     rf"|(?:square|cube|power|reciprocal|opposite|inverse|absolute value)s? of(?: the)?"
     rf"|{_any(FUNCTION_NAMES)}(?: of)?)){BESIDE}$",
@@ -66,9 +67,10 @@ CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
     rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
-    rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
-    r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bn|mrd|score|tens|(?:in )?base"
-    r"|and up|to the (?:power|nth)|if [b-z])\b)",
+    rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)"
+    rf"|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
+    r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bn|mrd|score|tens"
+    r"|(?:in )?base|and up|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )
 UNIT_WITH_POWER = re.compile(r"[\^²³]|\\(?:frac|degree|textdegree|text|mathrm)(?![a-zA-Z])")

@@ -102,7 +102,8 @@ NOT_NUMBERS = (
     "9 over par", "7 score", "7 and up", "7 xy", "7ab", "7 ab", "7pq", "7 pq", "7 theta", "7 alpha",
     "7 lambda", "7sin(x)", "7 sin x", "7 log x", "7log x", "7 ln x", "7 cos", "square of 7", "the cube of 7",
     "reciprocal of 7", "the opposite of 7", "doesn't equal 7", "10 percent of x", "7 to the power of two",
-    "7 times x", "7 times itself", "7 over x", "7 below", "42abc", "负42", "5个半", "零下5度", "不是5", "5 tens",
+    "7 times x", "7 times itself", "7 over x", "7 below", "42abc", "负42", "5个半", "零下5度", "不是5",
+    "5 tens",
     "logarithm of 5", "sine of 30", "the cosine of 60 degrees", "the absolute value of 5", "5 in base eight",
     "5 if x is even",
 )  # fmt: skip
