@@ -8,6 +8,11 @@ batch, G generations a prompt, N = B*G rows in group-major order (row n answers 
 tokens.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -142,6 +147,8 @@ class Config(TrainConfig):
         10,
         "M3PO: every N steps the first group is read again without its peers, for report.html; 0: never",
         resume="free",
+        goes_with="m3po_lambda",
+        idle_beside=("log_groups=0",),
     )
     m3po_lambda: float = setting(
         0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
@@ -151,6 +158,7 @@ class Config(TrainConfig):
         "of the softmax over peers: small listens to the most alike only",
         in_card=True,
         goes_with="m3po_lambda",
+        idle_beside=("m3po_similarity=mean",),
     )
     m3po_similarity: str = setting(
         "distribution",
@@ -614,7 +622,10 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a "
         f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
-    for remark in Prompting.of(config).remarks(decoder.tokenizer, problems):
+    remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
+    if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):
+        remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
+    for remark in remarks:
         run.say(f"note: {remark}")
 
 

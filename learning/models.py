@@ -1,6 +1,7 @@
 """Models and tokenizers: loaded, given adapters, merged and copied."""
 
 import hashlib
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -18,6 +19,8 @@ from learning.parallel import whole
 # State-space models whose kernels read the weight of out_proj without calling it; peft refuses it there.
 READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 ADAPTER_NOISE = 0.05  # of adapters that are tried out: large enough to show
+IS_ADAPTER = "holds a LoRA adapter, which counts on top of another model: give the merged model"
+IS_ADAPTER += " (for output_dir/adapter that is output_dir itself), or merge the two with peft first"
 
 
 def rollout_dtype(config):
@@ -52,6 +55,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
         setattr(owner, key, 0.0)
     how = dict(config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     model, loading_info = _from_pretrained(AutoModelForCausalLM, name, **how)
+    if model._hf_peft_config_loaded:  # of a model on the hub; transformers puts its layers into the model
+        raise SettingError("model", name, IS_ADAPTER)
     # transformers draws them at random and prints a table
     if missing := sorted(loading_info["missing_keys"]):
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
@@ -121,6 +126,8 @@ def _tiny_model(tokenizer, dtype):
 
 def _from_pretrained(kind, name, **how):
     """from_pretrained, whose many errors become one line. TypeError, KeyError: malformed config.json."""
+    if (Path(name) / "adapter_config.json").exists():
+        raise SettingError("model", name, IS_ADAPTER)
     try:
         return kind.from_pretrained(name, **how)
     except ImportError as error:  # of quantised weights, of code that comes with a model
