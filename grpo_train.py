@@ -624,7 +624,7 @@ def rollout_metrics(run, sampled, right, rewards):
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {
-        "correct": [float(r) for r in right],
+        "correct": [float(bool(r)) for r in right],  # None, undecided, is not right
         "length": sampled.rollout.lengths.tolist(),
         "truncated": (~sampled.rollout.ended).float().tolist(),
         "unique": [len(set(sampled.texts[i : i + G])) / G for i in first_rows],

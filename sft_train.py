@@ -159,7 +159,8 @@ def train(config, outer=None):
         inputs = inputs_of(run, problems, held_out, config.model, policy)
         run.open(learner, inputs, evaluate, total, total)
         if not run.is_finished:
-            used = f"{len(pairs)} of {len(problems)} problems, {skipped} prompts too long"
+            used = f"{len(pairs)} of {len(problems)} problems, {len(held_out)} held out, "
+            used += f"{skipped} prompts too long"
             run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
             for remark in Prompting.of(config).remarks(tokenizer, problems):
                 run.say(f"note: {remark}")

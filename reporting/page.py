@@ -23,7 +23,7 @@ from reporting.files import (
     record_of,
     write_whole,
 )
-from reporting.statistics import mid_p, wilson
+from reporting.statistics import clopper_pearson, mid_p
 
 MAX_ROLLOUTS, MAX_BYTES = 2000, 10**8  # of rollouts.jsonl in one page: it opens in a second or two
 MAX_EVALUATIONS = 12
@@ -153,7 +153,7 @@ def _accuracy_pairs(lines):
         return []
     last, best = evaluated[-1], max(evaluated, key=lambda line: line["eval_accuracy"])
     accuracy, questions = last["eval_accuracy"], last["eval_questions"]
-    low, high = wilson(round(accuracy * questions), questions)
+    low, high = clopper_pearson(round(accuracy * questions), questions)
     before = f"{lines[0]['eval_accuracy_before']:.3f} → " if "eval_accuracy_before" in lines[0] else ""
     text = f"{before}{accuracy:.3f} ({low:.3f}–{high:.3f}) of {questions}, after step {last['step']}"
     pairs = [("held-out accuracy", text)]

@@ -199,7 +199,7 @@ def _print_gold(problems, functions, config, decoder):
     missed = [(p.problem, total) for p, total in paid if not total >= best - 1e-9]
     right = right_answers(texts, golds, config.answer_format, config.grading)
     earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
-    _print("gold answers", f"{earn}, {sum(right)} count as right")
+    _print("gold answers", f"{earn}, {sum(map(bool, right))} count as right{_undecided(right)}")
     for problem, total in missed[:10]:
         print(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
     scored = next(p for p, total in paid if not math.isnan(total))
@@ -220,6 +220,12 @@ def _print_gold(problems, functions, config, decoder):
         wrong = "no reference answer of this data is right in this format"
         remedy = f"{wrong}: see --grading and the columns of the data"
         raise SettingError("answer_format", config.answer_format, remedy)
+
+
+def _undecided(right):
+    """How many verdicts are None, which counts as not right; nothing where none is."""
+    count = sum(verdict is None for verdict in right)
+    return f", {count} undecided" if count else ""
 
 
 def _rewards(functions, problems, texts, config):
@@ -243,13 +249,13 @@ def _print_pass_rate(decoder, problems, config):
     texts = [p.answered(completion).text for p, completion in pairs]
     answers = [p.problem.answer for p in problems for _ in range(G)]
     right = right_answers(texts, answers, config.answer_format, config.grading)
-    rates = [statistics.fmean(right[i : i + G]) for i in range(0, len(right), G)]
+    rates = [statistics.fmean(map(bool, right[i : i + G])) for i in range(0, len(right), G)]
     mean = statistics.fmean(rates)
     silent = statistics.fmean(rate in (0, 1) for rate in rates)
     cut_off = statistics.fmean(~rollout.ended.cpu().numpy())
     asked = f"{len(problems)} problems x {G} (single paths, {seconds:.1f} s)"
     silence = f"{silent:.2f} of the groups carry no signal from right and wrong alone"
-    _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off; {silence}")
+    _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off{_undecided(right)}; {silence}")
     if advice := _advice(mean, silent):
         print(f"    {advice}")
 
