@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -116,11 +117,13 @@ def read_evaluations(path):
     {steps, questions: [{id, question, answer, right, extracted, texts}]}; the last three hold a value a step.
     """
     steps = evenly(sorted({row["step"] for row in read_records(path)}), MAX_EVALUATIONS)
-    questions = {}
+    questions, seen = {}, Counter()
     for row in read_records(path):
         if row["step"] not in steps:
             continue
-        key = row["example_id"], row["question"]
+        question = row["step"], row["example_id"], row["question"], row["answer"]
+        key = *question[1:], seen[question]  # the n-th of questions that repeat stays the n-th
+        seen[question] += 1
         if key not in questions:
             questions[key] = {"id": row["example_id"], "question": row["question"], "answer": row["answer"]}
             questions[key] |= {name: [None] * len(steps) for name in ("right", "extracted", "texts")}
