@@ -63,8 +63,10 @@ class Side:
 
 def read_side(name):
     """The evaluations of a side, folders joined by commas; questions in the order of its first."""
-    evaluations = []
-    for folder in name.split(","):
+    folders, evaluations = name.split(","), []
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise SettingError("compare", name, "names an evaluation twice: each seed must be one of its own")
+    for folder in folders:
         try:
             evaluations.append(read_evaluation(folder))
         except (OSError, ValueError) as error:
@@ -132,6 +134,7 @@ def compare_two(a, b):
     interval = percentiles(draws)
     gained, lost = int((gaps > 0).sum()), int((gaps < 0).sum())
     smallest = smallest_difference(float(np.mean(gaps**2)), len(gaps))
+    smallest = max(smallest, float(np.ptp(interval)) / 2)  # what lies within the interval does not show
     of_seeds = {}
     if len(left) > 1 or len(right) > 1:
         test, of_seeds, error = _over_seeds(a, b, gaps)

@@ -243,6 +243,8 @@ def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
         SettingError, match=r"made differently: max_completion_length 300 and 400, temperature 0\.0 and 1\.0"
     ):
         compare([a, write(tmp_path / "e", [1, 0, 1], temperature=1.0, max_completion_length=400)])
+    with pytest.raises(SettingError, match="names an evaluation twice"):
+        compare([f"{a},{a}", a])
     with pytest.raises(SettingError, match="is not a folder that"):
         compare([a, str(tmp_path / "nowhere")])
 
