@@ -1,7 +1,32 @@
 """What a user is told in one line; `status` is the exit status of a script that ends with the error."""
 
+import os
+import signal
+import sys
+from pathlib import Path
+
 # What torch, the CPU's allocator, cuDNN and cuBLAS say where memory ran out
 NO_MEMORY = ("out of memory", "can't allocate memory", "mha_graph.execute", "ALLOC_FAILED", "NOT_INITIALIZED")
+
+
+def end_on_interrupt():
+    """End on Ctrl-C with one line: a script calls it first, since its imports take seconds."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup and & switch it off
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number, frame):
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"{Path(sys.argv[0]).name}: stopped by SIGINT while it was loading", file=sys.stderr, flush=True
+        )
+    os._exit(128 + number)
+
+
+def raise_on_interrupt():
+    """Make Ctrl-C a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def one_line(error, limit=200):

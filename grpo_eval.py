@@ -10,6 +10,11 @@ there the folder holds the answers so far, a line a question, and the same comma
 on from them.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import dataclasses
 import hashlib
 import json
@@ -52,6 +57,7 @@ from reporting.evaluation import forget_answers, skipped_record, summarise, told
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, equal_by_meaning, right_answers
+from running.folder import lock_folder
 from running.launching import (
     end_with_parent,
     folder_of_first,
@@ -80,49 +86,71 @@ def changes_no_answer(default, text, **roles):
     return setting(default, text, resume="free", **roles)
 
 
+ASIDE = ("ask", "questions", "compare")  # what is done instead of an evaluation
+ELSEWHERE = ("compare", "api")  # where no model is loaded
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of an evaluation; each says on its field what else is done with it."""
 
-    model: str = setting("grpo_finetuned_model", "directory or hub id")
-    dataset: str | None = from_training("gsm8k", "as for grpo_train.py")
-    split: str = setting("test", "split to evaluate on")
+    model: str = setting("grpo_finetuned_model", "directory or hub id", idle_beside=("compare",))
+    dataset: str | None = from_training("gsm8k", "as for grpo_train.py", idle_beside=ASIDE)
+    split: str = setting("test", "split to evaluate on", idle_beside=ASIDE)
     limit: int | None = setting(
         None,
         "the first N problems only; all: no limit",
         none_words=("all",),
-        instead_of=("ask", "questions", "compare"),
+        instead_of=ASIDE,
     )
-    question_column: str | None = from_training(None, "column of the question")
-    answer_column: str | None = from_training(None, "column of the answer")
-    solution_column: str | None = from_training(None, "column of the worked solution")
-    answer_format: str | None = from_training("xml", "how answers are written: " + ", ".join(ANSWER_FORMATS))
-    grading: str | None = from_training("number", "what is right: number or math, as for grpo_train.py")
+    question_column: str | None = from_training(None, "column of the question", idle_beside=ASIDE)
+    answer_column: str | None = from_training(None, "column of the answer", idle_beside=ASIDE)
+    solution_column: str | None = from_training(None, "column of the worked solution", idle_beside=ASIDE)
+    answer_format: str | None = from_training(
+        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), idle_beside=("compare",)
+    )
+    grading: str | None = from_training(
+        "number", "what is right: number or math, as for grpo_train.py", idle_beside=ASIDE
+    )
     system_prompt_file: str | None = from_training(
-        None, "a text file to use instead of the format's own system prompt"
+        None, "a text file to use instead of the format's own system prompt", idle_beside=("compare",)
     )
-    system_prompt: str | None = from_training(None, "the same as a text", instead_of=("system_prompt_file",))
-    prompt_format: str | None = from_training("chat", "chat or raw, as for grpo_train.py")
-    chat_template_kwargs: str | None = from_training("{}", "JSON object handed to the chat template")
+    system_prompt: str | None = from_training(
+        None, "the same as a text", instead_of=("system_prompt_file",), idle_beside=("compare",)
+    )
+    prompt_format: str | None = from_training(
+        "chat", "chat or raw, as for grpo_train.py", idle_beside=("compare",)
+    )
+    chat_template_kwargs: str | None = from_training(
+        "{}",
+        "JSON object handed to the chat template",
+        goes_with="prompt_format=chat",
+        idle_beside=("compare",),
+    )
     by: list[str] | None = setting(
-        None,
-        "columns of the data to report accuracy by, beside subject and level",
-        instead_of=("ask", "questions", "compare"),
+        None, "columns of the data to report accuracy by, beside subject and level", instead_of=ASIDE
     )
     max_prompt_length: int | None = from_training(
-        512, "longer prompts are skipped and counted; they count as not right in every number"
+        512,
+        "longer prompts are skipped and counted; they count as not right in every number",
+        idle_beside=(*ASIDE, "api"),
     )
-    max_completion_length: int | None = from_training(400, "tokens an answer may have")
+    max_completion_length: int | None = from_training(
+        400, "tokens an answer may have", idle_beside=("compare",)
+    )
     ask: str | None = setting(None, "answer this one question instead, readably")
     questions: str | None = setting(
         None,
-        "answer every question of a file instead: one a line, or JSON lines with a question or prompt",
+        "answer every question of a file instead: one a line, or data (.jsonl, .json, .csv, .parquet) with a "
+        "question or prompt",
         instead_of=("ask",),
     )
     save_jsonl: str | None = setting(
         None,
         "with --questions: write prompts and answers there, one JSON object a line, "
         "as sft_train.py reads them",
+        goes_with="questions",
+        idle_beside=("ask", "compare"),
     )
     compare: list[str] | None = setting(
         None,
@@ -134,12 +162,14 @@ class Config:
         1,
         "answers a question, with a temperature above 0; reports pass@k, maj@k (votes by meaning where "
         "grading is math; of answers with as many votes the one given first wins) and mean@k",
+        goes_with="temperature",
+        idle_beside=ASIDE,
     )
     api: str | None = changes_no_answer(
         None,
         "ask an OpenAI-compatible server at this base URL instead of loading a model; "
         "its key from OPENAI_API_KEY",
-        instead_of=("ask", "questions", "compare"),
+        instead_of=ASIDE,
     )
     api_model: str | None = setting(
         None, "name of the model there (default: the only one it has)", goes_with="api"
@@ -150,54 +180,83 @@ class Config:
         False,
         "also decode the samples of each question as paths that interact, as in training, "
         "with the same draws",
-        instead_of=("ask", "questions", "compare"),
+        instead_of=ASIDE,
+        goes_with="temperature",
+        idle_beside=("api", "num_samples=1"),
     )
     m3po_lambda: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
-    m3po_temperature: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
+    m3po_temperature: float | None = from_training(
+        0.1,
+        "with m3po: as for grpo_train.py",
+        goes_with="m3po",
+        idle_beside=("m3po_similarity=mean",),
+    )
     m3po_similarity: str | None = from_training(
         "distribution", "with m3po: as for grpo_train.py", goes_with="m3po"
     )
-    temperature: float = setting(0.0, "0: greedy")
+    temperature: float = setting(0.0, "0: greedy", idle_beside=("compare",))
     top_p: float = setting(
-        1.0, "sample from the smallest set of tokens of this probability", goes_with="temperature"
+        1.0,
+        "sample from the smallest set of tokens of this probability",
+        goes_with="temperature",
+        idle_beside=ASIDE,
     )
-    top_k: int = setting(0, "sample from the k likeliest tokens; 0: all", goes_with="temperature")
+    top_k: int = setting(
+        0,
+        "sample from the k likeliest tokens; 0: all",
+        goes_with="temperature",
+        idle_beside=(*ASIDE, "api"),
+    )
     batch_size: int | None = changes_no_answer(
-        None, "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)"
+        None,
+        "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)",
+        idle_beside=(*ASIDE, "api"),
     )
-    seed: int | None = from_training(42, "seeds the draws of sampling")
-    bf16: bool = setting(True, "bf16 on CUDA")
+    seed: int | None = from_training(42, "seeds the draws of sampling", idle_beside=("compare",))
+    bf16: bool = setting(True, "bf16 on CUDA", idle_beside=ELSEWHERE)
     torch_compile: bool = changes_no_answer(
         True,
         "on CUDA: compile the decoder's step (half a minute, then faster); "
         "false pays for a few questions only",
+        idle_beside=ELSEWHERE,
     )
-    output_dir: str = changes_no_answer("eval_runs", "the run goes into a folder of its own in here")
+    output_dir: str = changes_no_answer(
+        "eval_runs", "the run goes into a folder of its own in here", idle_beside=("ask", "questions")
+    )
     name: str | None = changes_no_answer(
         None,
         "name of that folder (default: model, data set, split, time and six more letters), or of a "
         "comparison's files there (default: compare, compare-2, ...); nothing is overwritten",
+        idle_beside=("ask", "questions"),
     )
     json: bool = changes_no_answer(
         False,
         "also print the report as one JSON object in the last line; into a pipe or a file it always is",
-        instead_of=("ask", "questions"),
+        idle_beside=("ask", "questions"),
     )
     num_processes: int | None = changes_no_answer(
-        None, "processes to start on this machine (default: one a visible GPU, one on the CPU)"
+        None,
+        "processes to start on this machine (default: one a visible GPU, one on the CPU)",
+        idle_beside=(*ASIDE, "api"),
     )
-    trust_remote_code: bool = changes_no_answer(False, "run code that comes with a model")
+    trust_remote_code: bool = changes_no_answer(
+        False, "run code that comes with a model", idle_beside=ELSEWHERE
+    )
 
     def __post_init__(self):
         trained = read_run_config(self.model)
         object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
         trained |= saved_system_prompt(trained if self.system_prompt is None else {})
+        is_other_data = self.dataset not in (None, trained.get("dataset"))
         for field in dataclasses.fields(self):
+            if is_other_data and field.name.endswith("_column"):  # see read_problems
+                continue
             if "from_training" in field.metadata and getattr(self, field.name) is None:
                 value = trained.get(field.name, field.metadata["from_training"])
                 object.__setattr__(self, field.name, value)
-        in_training = Path(self.dataset).is_file() and self.dataset == trained.get("dataset")
-        if in_training and self.split != trained.get("split"):
+        is_evaluation = not any(getattr(self, name) for name in ASIDE)
+        in_training = Path(self.dataset).is_file() and not is_other_data
+        if is_evaluation and in_training and self.split != trained.get("split"):
             remedy = "give another --dataset, or --split train to mean it"
             raise SettingError(
                 "dataset", self.dataset, f"is the one file this model was trained on: {remedy}"
@@ -256,8 +315,11 @@ class Answer(NamedTuple):
 
 
 def read_problems(config):
-    """The problems to ask; a column of --by that none of them has is refused."""
-    problems = problems_of(config)
+    """The problems to ask; a column of --by that none of them has is refused.
+
+    Columns that the model's own data had are looked for in other data too, before the usual ones.
+    """
+    problems = problems_of(config, also=read_run_config(config.model))
     columns = {column for problem in problems for column in problem.more}
     missing = [name for name in config.by or () if name not in columns]
     if missing:
@@ -384,10 +446,15 @@ def new_folder(config, model):
     [name] = broadcast_object_list([config.name or "-".join(parts)])  # the clocks of processes differ
     folder = Path(config.output_dir) / name
     with together():
-        if (folder / "report.json").exists():
-            problem = f"{folder} holds an evaluation already: give another --name"
-            raise SettingError("name", folder.name, problem)
+        refuse_whole(folder)
     return folder
+
+
+def refuse_whole(folder):
+    """Refuse a folder in which an evaluation is finished."""
+    if (folder / "report.json").exists():
+        problem = f"{folder} holds an evaluation already: give another --name"
+        raise SettingError("name", folder.name, problem)
 
 
 def make_folder(folder):
@@ -403,6 +470,7 @@ def begin(asked, config):
     On each machine, since the folder may be another one there.
     """
     folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
+    refuse_whole(folder)  # another one may have finished there since
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = read_yaml(folder / "run_config.yaml")
         free = free_on_resume(Config)
@@ -527,7 +595,7 @@ def is_number(text, target):
 
 
 def evaluate(config):
-    """Ask, grade, write; returns the report and its folder.
+    """Ask, grade, write; returns the report and its folder, which is locked meanwhile.
 
     Each process asks its part of the questions, and all grade; only the first writes. The report's seconds
     are those of the last start.
@@ -535,6 +603,20 @@ def evaluate(config):
     end_with_parent()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     asked = ask_for(config, accelerator.device)
+    with together():
+        if accelerator.is_main_process:
+            make_folder(asked.folder)
+    lock = lock_folder(asked.folder, accelerator, ("name", asked.folder.name))
+    try:
+        return evaluate_locked(config, asked, accelerator)
+    finally:
+        if lock is not None:
+            (asked.folder / ".lock").unlink(missing_ok=True)
+            lock.close()
+
+
+def evaluate_locked(config, asked, accelerator):
+    """As `evaluate`, in a folder that no other evaluation writes into."""
     with together():
         begin(asked, config)
     if accelerator.is_main_process:
@@ -604,7 +686,10 @@ def answer(config):
         print("\n\n".join(texts))
         return
     columns = [question_column(problem, config) for problem in questions]
-    rows = [training_row(solution, column) for solution, column in zip(solutions, columns, strict=True)]
+    rows = [
+        training_row(solution, column) | ({column: list(problem.messages)} if problem.messages else {})
+        for solution, column, problem in zip(solutions, columns, questions, strict=True)
+    ]
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")

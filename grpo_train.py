@@ -8,6 +8,11 @@ batch, G generations a prompt, N = B*G rows in group-major order (row n answers 
 tokens.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -16,7 +21,6 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerState
 
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
@@ -143,6 +147,8 @@ class Config(TrainConfig):
         10,
         "M3PO: every N steps the first group is read again without its peers, for report.html; 0: never",
         resume="free",
+        goes_with="m3po_lambda",
+        idle_beside=("log_groups=0",),
     )
     m3po_lambda: float = setting(
         0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
@@ -152,6 +158,7 @@ class Config(TrainConfig):
         "of the softmax over peers: small listens to the most alike only",
         in_card=True,
         goes_with="m3po_lambda",
+        idle_beside=("m3po_similarity=mean",),
     )
     m3po_similarity: str = setting(
         "distribution",
@@ -408,7 +415,7 @@ class Sampled:
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
-    trainer_state: TrainerState = field(default_factory=TrainerState)  # what reward functions are told
+    trainer_state: object = None  # what reward functions are told of the run, as TRL does
     logged: RewardLog = field(default_factory=lambda: RewardLog([]))  # what they log
 
     @property
@@ -449,7 +456,7 @@ def sample(run, decoder, batch, step, groups=None, retry=0):
         decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry)
     )
     if sampled is not None:
-        sampled.trainer_state = trainer_state(run)
+        sampled.trainer_state = trainer_state(run.progress.step, run.total, run.config.num_epochs)
     return sampled
 
 
@@ -615,7 +622,10 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a "
         f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
-    for remark in Prompting.of(config).remarks(decoder.tokenizer, problems):
+    remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
+    if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):
+        remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
+    for remark in remarks:
         run.say(f"note: {remark}")
 
 

@@ -3,6 +3,7 @@
 Every function takes time linear in a completion's length, except `math_reward`, whose time is bounded.
 """
 
+import ast
 import asyncio
 import contextlib
 import faulthandler
@@ -262,7 +263,45 @@ def load_reward(spec):
         raise ValueError(f"{path} has no function {name!r}")
     if isinstance(function, type):
         raise ValueError(f"{path}: {name} is a class: name an object of it, such as reward = {name}()")
+    _check_form(function)
     return function, value
+
+
+# What belongs to the commit, where a reward file stands beside it
+OWN = "answers decoding learning problems reporting running errors m3po_module rewards solver".split()
+OWN += ["grpo_train", "grpo_eval", "sft_train"]
+
+
+def reward_files(path):
+    """A reward file and the modules of its folder that it imports, what those import included."""
+    files, folder = [Path(path).resolve()], Path(path).resolve().parent
+    for file in files:  # which grow meanwhile
+        for above, name in _imported(file):
+            is_own = not above and folder == Path(__file__).parent and name.partition(".")[0] in OWN
+            base = [file, *file.parents][above] if above else folder
+            parts = [] if is_own else name.split(".")
+            stems = [base.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
+            found = [f for stem in stems for f in (stem.with_suffix(".py"), stem / "__init__.py")]
+            files += [f for f in found if f.is_file() and f not in files]
+    return files
+
+
+def _imported(file):
+    """Pairs (dots before it, dotted name) of what may be a module in a file's imports, or in its strings."""
+    names = []
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):  # it has not been imported, then
+        nodes = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            named = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
+            names += [(node.level, name) for name in named]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for importlib
+            names += [(0, word) for word in re.findall(r"^[A-Za-z_][\w.]*$", node.value.removesuffix(".py"))]
+    return names
 
 
 @cache
@@ -387,9 +426,22 @@ def _parameters(function):
     return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def _check_form(function):
+    """Refuse, in a ValueError, a function that cannot be called with keywords, or makes no list."""
+    name, (wanted, takes_all) = reward_name(function), _parameters(function)
+    if positional := [n for n, p in wanted.items() if p.kind is p.POSITIONAL_ONLY]:
+        raise ValueError(f"{name} takes {positional[0]} by position only: leave out the / behind it")
+    if not takes_all and all(p.kind is p.VAR_POSITIONAL for p in wanted.values()):
+        raise ValueError(f"{name} takes no argument by its name: completions are given as `completions`")
+    called = [function, type(function).__call__]
+    if any(inspect.isgeneratorfunction(part) or inspect.isasyncgenfunction(part) for part in called):
+        raise ValueError(f"{name} yields its values: it must return a list of them")
+
+
 def check_parameters(functions, columns):
-    """Refuse, in a ValueError, a function that needs what is not among the columns."""
+    """Refuse, in a ValueError, a function that needs what is not among the columns, or cannot be called."""
     for function, _ in functions:
+        _check_form(function)
         wanted, _ = _parameters(function)
         varied = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         needed = [name for name, p in wanted.items() if p.default is p.empty and p.kind not in varied]

@@ -6,6 +6,11 @@ It writes a directory that `grpo_train.py --model` starts from; `grpo_train.py -
 by itself.
 """
 
+from errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import json
 import math
 from dataclasses import dataclass
@@ -28,7 +33,7 @@ from reporting.files import write_whole
 from running.contract import inputs_of, model_fingerprint, problems_fingerprint
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import combined, run_main, settings_from_file
+from running.parsing import combined, refuse_idle, run_main, settings_from_file
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
@@ -202,6 +207,7 @@ def warm_start_settings(config):
         if "system_prompt_file" in given:
             inherited["system_prompt"] = None
         settings = combined(Config, inherited, given)
+        refuse_idle(Config(**settings), given)
         settings |= {
             "output_dir": str(Path(config.output_dir) / "warm_start"),
             "resume": config.resume,

@@ -5,7 +5,6 @@ solver = load_solver("grpo_finetuned_model")
 print(solve("A pen costs 3 dollars. How much do 14 pens cost?", solver).answer)
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
 from problems.problem import Problem
 from problems.prompts import Prompting, saved_system_prompt, system_prompt_text
-from problems.sources import QUESTION
+from problems.sources import COLUMNS, SUFFIXES, file_rows, question_of
 from reporting.files import read_run_config
 
 
@@ -105,27 +104,28 @@ def solution_of(question, completion, finished, answer_format):
 
 
 def read_questions(path):
-    """The questions of a text file, one a line, or of JSON lines, as Problems."""
+    """The questions of a text file, one a line, or of a data file's rows, as Problems."""
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        if Path(path).suffix in SUFFIXES:
+            problems = [_asked(where, row) for where, row in file_rows(Path(path))]
+        else:
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not at U+2028 and the like
+            problems = [Problem(line.strip(), "") for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("questions", path, f"cannot be read ({type(error).__name__})") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
-    if not numbered:
+    if not problems:
         raise DataError(f"{path}: holds no question")
-    if Path(path).suffix != ".jsonl":
-        return [Problem(line, "") for _, line in numbered]
-    return [_question_of(line, f"{path} line {number}") for number, line in numbered]
+    return problems
 
 
-def _question_of(line, where):
-    """The question in a line of JSON, as a Problem."""
-    try:
-        row = json.loads(line)
-        key = next(key for key in QUESTION if isinstance(row.get(key), str))
-        return Problem(row[key], "", is_prompt=key == "prompt")
-    except (json.JSONDecodeError, AttributeError, StopIteration) as error:
-        raise DataError(f"{where}: is not a JSON object with a {' or '.join(QUESTION)}") from error
+def _asked(where, row):
+    """The question in a row of data, as a Problem."""
+    names = COLUMNS["question"]
+    column = next((name for name in names if isinstance(row, dict) and row.get(name)), None)
+    question, asked, _ = question_of(where, row, column) if column else ("", {}, "")
+    if not question.strip():
+        raise DataError(f"{where}: is not an object with a {' or '.join(names)}")
+    return Problem(question, "", id=where, **asked)
 
 
 def training_row(solution, column="prompt"):

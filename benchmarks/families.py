@@ -176,7 +176,7 @@ SHAPES = {
     "Mamba-2": ("mamba2", STATES),
     "Falcon-Mamba": ("falcon_mamba", STATES),
     "Bamba": ("bamba", dict(MAMBA, attn_layer_indices=[1])),
-    "Falcon-H1": ("falcon_h1", MAMBA),
+    "Falcon-H1": ("falcon_h1", dict(MAMBA, lm_head_multiplier=0.5)),
     "Jamba": (
         "jamba",
         dict(MOE, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False),

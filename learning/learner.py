@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from transformers import get_scheduler
 
 from errors import RunError, is_out_of_memory
 from learning.log_probs import make_scorer
@@ -106,16 +105,21 @@ def make_optimizer(model, config, total_steps):
     groups = [group for group in (matrices, others) if group["params"]]
     optimizer = kind(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
     warmup = math.ceil(config.warmup_ratio * total_steps)
-    name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
-    schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
-    return optimizer, warmed_up(schedule, warmup)
+    curve = rate_curve(config.lr_scheduler_type, warmup, total_steps)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, curve)
 
 
-def warmed_up(schedule, warmup):
-    """The schedule with a warm-up of 1/n, 2/n, ..., 1: transformers' own begins with a step at rate 0."""
+def rate_curve(kind, warmup, total):
+    """The share of the rate at a step, counted from 0: 1/n, 2/n, ..., 1 in a warm-up of n steps, then 1, or
+    down to 0 at `total`, where no step is taken any more.
+    """
 
-    def of(curve):
-        return lambda step: (step + 1) / warmup if step < warmup else curve(step)
+    def curve(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        steps = max(1, total - warmup)
+        if kind == "linear":
+            return max(0.0, (total - step) / steps)
+        return max(0.0, 0.5 * (1 + math.cos(math.pi * (step - warmup) / steps))) if kind == "cosine" else 1.0
 
-    curves = [of(curve) for curve in schedule.lr_lambdas]
-    return torch.optim.lr_scheduler.LambdaLR(schedule.optimizer, curves)
+    return curve

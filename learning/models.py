@@ -1,6 +1,7 @@
 """Models and tokenizers: loaded, given adapters, merged and copied."""
 
 import hashlib
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -18,6 +19,8 @@ from learning.parallel import whole
 # State-space models whose kernels read the weight of out_proj without calling it; peft refuses it there.
 READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 ADAPTER_NOISE = 0.05  # of adapters that are tried out: large enough to show
+IS_ADAPTER = "holds a LoRA adapter, which counts on top of another model: give the merged model"
+IS_ADAPTER += " (for output_dir/adapter that is output_dir itself), or merge the two with peft first"
 
 
 def rollout_dtype(config):
@@ -36,10 +39,11 @@ def load_tokenizer(name, trust_remote_code=False):
     return tokenizer
 
 
-def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
+def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_checked=False):
     """A causal model in `dtype` without dropout or noise: log-probs that enter a ratio must not be random.
 
-    It remembers its source_dtype and source_dropout, in which it is saved, and has passed `check_model`.
+    It remembers its source_dtype and source_dropout, in which it is saved, and has passed `check_model`, now
+    or, where it `is_checked`, when the same weights were loaded before.
     `tiny` is a fresh Llama-shaped model of about 200,000 parameters for the arithmetic problems.
     """
     if name == "tiny":
@@ -51,6 +55,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
         setattr(owner, key, 0.0)
     how = dict(config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     model, loading_info = _from_pretrained(AutoModelForCausalLM, name, **how)
+    if model._hf_peft_config_loaded:  # of a model on the hub; transformers puts its layers into the model
+        raise SettingError("model", name, IS_ADAPTER)
     # transformers draws them at random and prints a table
     if missing := sorted(loading_info["missing_keys"]):
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
@@ -63,7 +69,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False):
     model = model.to(device)
     with one_line_of(name, f"a {config.model_type} model cannot be run on ids"):
         model.source_dropout = dropout | silence_noise(model)
-    check_model(model, name)
+    if not is_checked:
+        check_model(model, name)
     return model
 
 
@@ -119,6 +126,8 @@ def _tiny_model(tokenizer, dtype):
 
 def _from_pretrained(kind, name, **how):
     """from_pretrained, whose many errors become one line. TypeError, KeyError: malformed config.json."""
+    if (Path(name) / "adapter_config.json").exists():
+        raise SettingError("model", name, IS_ADAPTER)
     try:
         return kind.from_pretrained(name, **how)
     except ImportError as error:  # of quantised weights, of code that comes with a model
@@ -146,7 +155,7 @@ def load_models(config, name, tokenizer, device):
     """Policy, sampler and reference (None where beta is 0) of a GRPO run, all with the weights of `name`."""
     policy = load_policy(config, name, tokenizer, device)
     sampler = load_frozen(config, name, tokenizer, device)
-    reference = load_frozen(config, name, tokenizer, device) if config.beta > 0 else None
+    reference = load_frozen(config, name, tokenizer, device, is_checked=True) if config.beta > 0 else None
     return policy, sampler, reference
 
 
@@ -166,9 +175,10 @@ def load_policy(config, name, tokenizer, device):
     return policy
 
 
-def load_frozen(config, name, tokenizer, device):
+def load_frozen(config, name, tokenizer, device, is_checked=False):
     """A copy that samples, or that the KL is measured against: in the rollouts' dtype, without gradients."""
-    model = load_model(name, tokenizer, rollout_dtype(config), device, config.trust_remote_code)
+    dtype = rollout_dtype(config)
+    model = load_model(name, tokenizer, dtype, device, config.trust_remote_code, is_checked)
     return model.eval().requires_grad_(False)
 
 

@@ -55,6 +55,17 @@ def first_over_processes(value):
     return next((v for v in gather_object([value]) if v), None)
 
 
+def raise_on_all(error):
+    """Raise on all processes the error that one of them has, if any; every process must call it.
+
+    Its line is told once on each machine.
+    """
+    failures = gather_object([None if error is None else _line_and_status(error)])
+    failure = next(filter(None, failures), None)
+    if failure is not None:
+        raise error if len(failures) == 1 else SharedError(*failure)
+
+
 def is_first_of_node():
     """Whether this process writes the files of its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0

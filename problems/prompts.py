@@ -1,6 +1,7 @@
 """Prompts: what the chat template makes of a question, as text and as ids."""
 
 import json
+import re
 import warnings
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -233,7 +234,7 @@ class Prompting:
     def remarks(self, tokenizer, encoded):
         """Sentences on what somebody should know of these prompts before paying for a run; none is usual."""
         prompt, ids, opening = encoded[0].prompt, encoded[0].ids, encoded[0].opening
-        said = []
+        said = self._unread(tokenizer, encoded)
         if self.prompt_format == "chat":
             said += [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
         think_end = ANSWER_FORMATS[self.answer_format].think_end
@@ -248,6 +249,25 @@ class Prompting:
         if before and ids[: len(before)] != before:
             text = tokenizer.decode(before)
             said.append(f"the tokenizer puts {text!r} in front of a text, and the chat template does not")
+        return said
+
+    def _unread(self, tokenizer, encoded):
+        """What is set without effect: kwargs that the template lacks, a system prompt beside the data's."""
+        said, template = [], ""
+        if self.chat_template_kwargs and self.prompt_format == "chat":
+            template = tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
+        for name, value in self.chat_template_kwargs.items() if template else ():
+            text = template.replace(_default(name, value), "")
+            if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", text):
+                said.append(f"the chat template does not read {name} of chat_template_kwargs")
+        chosen, problems = ANSWER_FORMATS[self.answer_format], [p.problem for p in encoded]
+        if self.prompt_format == "raw":
+            bring = sum(problem.is_prompt for problem in problems)
+        else:
+            bring = sum(bool(p.messages) and p.messages[0]["role"] in SYSTEM_ROLES for p in problems)
+        if bring and self.system_prompt not in (chosen.system_prompt, chosen.raw_prompt):
+            what = f"{bring} of {len(problems)} problems bring their own"
+            said.append(f"the system prompt that was given is not read where the data has one: {what}")
         return said
 
     def _faults(self, encoded):
@@ -311,14 +331,17 @@ def _default(name, value):
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
 
 
-def problems_of(config, responses=False):
-    """The problems that the settings of a training or an evaluation name."""
+def problems_of(config, responses=False, also=None):
+    """The problems that the settings of a training or an evaluation name.
+
+    also: the settings of another run, whose columns are read where the data has them and none are named here.
+    """
     columns = dict(
         question=config.question_column, answer=config.answer_column, solution=config.solution_column
     )
-    return load_problems(
-        config.dataset, config.split, columns, limit=config.limit, seed=config.seed, responses=responses
-    )
+    also = {field: (also or {}).get(f"{field}_column") for field in columns}
+    how = dict(limit=config.limit, seed=config.seed, responses=responses)
+    return load_problems(config.dataset, config.split, columns, also=also, **how)
 
 
 def prepare_problems(config, tokenizer, responses=False, problems=None):

@@ -1,5 +1,6 @@
 """Where problems come from: GSM8K, MATH, a user's file or hub data set, the generated arithmetic task."""
 
+import ast
 import csv
 import hashlib
 import io
@@ -23,25 +24,26 @@ HUB = {
 ARITHMETIC_SIZES = {"train": 30000, "test": 500}
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
-QUESTION = ("question", "problem", "prompt")
 COLUMNS = {
-    "question": (*QUESTION, "messages"),
+    "question": ("question", "problem", "prompt", "messages"),
     "answer": ("answer", "reference_answer", "final_answer", "target", "label"),
     "solution": ("solution", "reference_solution", "rationale", "response"),
 }  # the columns that are looked for, in this order, where none is named
 RESPONSE = ("response", "completion")  # what supervised training learns as it stands
 # column: field
+LIKE_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # messages that a CSV holds as text
 EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id": "id", "id": "id"}
 
 
-def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, responses=False):
+def load_problems(dataset, split="train", columns=None, *, also=None, limit=None, seed=0, responses=False):
     """The problems of a split, in the order of the data; with `limit` the first of them.
 
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with
     <split>.jsonl/.json/.csv/.parquet, or a hub id. `columns`: the names of question, answer, solution, where
-    they are not the usual ones. `responses`: a row may have a `response` or `completion` to learn instead of
-    an answer, or end its `messages` with one. `seed`: of the generated training problems; the generated test
-    problems are the same for every seed, so that runs can be compared.
+    they are not the usual ones; `also`: names to look for before those. `responses`: a row may have a
+    `response` or `completion` to learn instead of an answer, or end its `messages` with one. `seed`: of the
+    generated training problems; the generated test problems are the same for every seed, so that runs can be
+    compared.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -60,11 +62,11 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
         raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
     elif path.suffix in SUFFIXES and not path.is_file():  # a pipe would be waited for
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
-    rows = _file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
+    rows = file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
     rows = list(itertools.islice(rows, limit))
     if not rows:
         raise DataError(f"{path}: holds no rows")
-    columns = columns or {}
+    columns = _names_there(rows, columns or {}, also or {})
     problems = [
         _problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)
     ]
@@ -74,6 +76,12 @@ def load_problems(dataset, split="train", columns=None, *, limit=None, seed=0, r
     return problems
 
 
+def _names_there(rows, columns, also):
+    """The names of columns, with those of `also` that the data has where none is given."""
+    there = {name for _, row in rows if isinstance(row, dict) for name in row}
+    return columns | {field: name for field, name in also.items() if name in there and not columns.get(field)}
+
+
 def _split_file(folder, split):
     for suffix in SUFFIXES:
         if (folder / f"{split}{suffix}").is_file():
@@ -81,7 +89,7 @@ def _split_file(folder, split):
     raise DataError(f"{folder}: has no {split}.jsonl (or .json, .csv, .parquet)")
 
 
-def _file_rows(path):
+def file_rows(path):
     """Pairs (where, row) of a file; `where` names the file and the line, or the row of .json and .parquet."""
     if path.suffix == ".parquet":
         return _parquet_rows(path)
@@ -183,7 +191,7 @@ def _problem(where, row, columns, default_id, responses):
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with a question and an answer")
     column = {field: _column(where, row, field, columns.get(field)) for field in COLUMNS}
-    question, asked, response = _question(where, row, column["question"])
+    question, asked, response = question_of(where, row, column["question"])
     text = {field: _text(where, row, column[field]) for field in ("answer", "solution")}
     answer, solution = _answer_and_solution(text["answer"], text["solution"])
     if columns.get("solution") is None:
@@ -207,7 +215,7 @@ def _problem(where, row, columns, default_id, responses):
     return Problem(question, answer, _worked(solution, answer), response=learnt, more=more, **asked, **extra)
 
 
-def _question(where, row, column):
+def question_of(where, row, column):
     """(the question, what else its Problem says of it, the response that ends its messages or "")."""
     messages, response = _chat(where, row, column), ""
     if not messages:
@@ -240,8 +248,13 @@ def _response(where, row, needed):
 
 
 def _chat(where, row, column):
-    """The messages of a cell as roles and texts; none where it holds something else."""
+    """The messages of a cell as roles and texts; none where it holds something else.
+
+    They may stand there as text, in JSON or as Python writes them.
+    """
     value = row.get(column)
+    if isinstance(value, str) and LIKE_CHAT.match(value):
+        value = _parsed_chat(where, column, value)
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return []
     messages = []
@@ -255,6 +268,16 @@ def _chat(where, row, column):
         text = _whole_characters(where, column, completion_text([message]))
         messages.append({"role": role, "content": text})
     return messages
+
+
+def _parsed_chat(where, column, text):
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    what = "looks like chat messages, but is neither JSON nor as Python writes a list"
+    raise DataError(f"{where}: column {column!r} {what}")
 
 
 def _is_text_part(part):

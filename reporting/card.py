@@ -174,6 +174,8 @@ def shared_settings(settings):
             shared[name] = [Path(item).name for item in value]
         elif value is not None and not _is_hub_address(value):
             shared[name] = Path(value).name
+    if Path(settings["dataset"]).is_dir():  # not to be taken for a data set of the hub, gsm8k or math say
+        shared["dataset"] = f"./{shared['dataset']}"
     return shared
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from errors import RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
-from learning.parallel import first_over_processes, together, whole
+from learning.parallel import first_over_processes, raise_on_all, together, whole
 from reporting.files import FINISHED, LOGS, sha256_of
 from running.contract import differences, finished_steps, lengthens, noted, refusal, shown
 from running.folder import save_model
@@ -56,9 +56,7 @@ class Checkpoints:
         if reference is not None and self.is_main:
             tensors |= _on_cpu("reference.", reference.named_parameters())
         problem = self._try_to_write(weights, tensors, numbers) if self.is_main else None
-        problem = first_over_processes(problem)
-        if problem:
-            raise RunError(problem)
+        raise_on_all(RunError(problem) if problem else None)
 
     def _try_to_write(self, weights, tensors, numbers):
         """None, or why the checkpoint could not be written."""
@@ -214,8 +212,7 @@ class Checkpoints:
                 problem = refusal(self.config, state, differ)
             elif not self.config.resume_anyway:
                 self.run.say(f"going on longer than the run was to be: {shown(differ)}; {self._of_rates()}")
-        if problem := first_over_processes(problem):
-            raise SettingError("resume", str(path), problem)
+        raise_on_all(SettingError("resume", str(path), problem) if problem else None)
 
     def _of_rates(self):
         """What becomes of the schedule of a run that is made longer."""

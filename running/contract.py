@@ -10,7 +10,7 @@ from pathlib import Path
 
 from errors import RunError
 from reporting.files import MODEL_FILES, sha256_of
-from rewards import reward_name
+from rewards import reward_files, reward_name
 from running.settings import free_on_resume, names_with, resolved
 
 INPUTS = ("data", "held_out", "rewards", "start", "device", "world_size")  # beside the settings
@@ -59,10 +59,13 @@ def _older_fingerprint(problems):
 
 
 def rewards_fingerprint(config, functions):
-    """sha256 over the rewards' names, weights and source; those of rewards.py belong to the commit."""
+    """sha256 over the rewards' names, weights and source, modules of their folders that they import included;
+    those of rewards.py belong to the commit.
+    """
     digest = hashlib.sha256()
     for spec in getattr(config, "reward", None) or ():
-        digest.update(Path(spec.rpartition(":")[0]).read_bytes())
+        for file in reward_files(spec.rpartition(":")[0]):
+            digest.update(file.read_bytes())
     for function, weight in functions:
         digest.update(f"{reward_name(function)}={weight}".encode())
         if getattr(config, "reward", None) is None and getattr(function, "__module__", "") != "rewards":

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from errors import RunError, SettingError
 from learning.models import merged_state
-from learning.parallel import first_over_processes, together
+from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, read_run_config, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, write_whole
 from running.contract import noted
 from running.settings import names_with, resolved
 
@@ -59,12 +59,13 @@ def _why_not(config, folder):
     return None
 
 
-def lock_folder(config, accelerator):
-    """Make output_dir and lock it for this run; returns the folder and the lock, a file that must stay open.
+def lock_folder(folder, accelerator, named):
+    """Make a folder and lock it for this run; returns the lock, a file that must stay open.
 
-    Called last before the first step, so that a refused run leaves nothing.
+    named: the setting that names it, and its value. Called last before the first step, so that a refused run
+    leaves nothing. Every process must call it.
     """
-    folder, lock, problem = Path(config.output_dir), None, None
+    lock, problem = None, None
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         try:
@@ -74,10 +75,8 @@ def lock_folder(config, accelerator):
             problem = f"cannot be written to ({error.strerror})"
         else:
             problem = _lock(lock, folder)
-    problem = first_over_processes(problem)
-    if problem:
-        raise SettingError("output_dir", config.output_dir, problem)
-    return folder, lock
+    raise_on_all(SettingError(*named, problem) if problem else None)
+    return lock
 
 
 def _lock(file, folder):
@@ -85,7 +84,7 @@ def _lock(file, folder):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return "another run is writing there at this moment"
+        return "another run is writing there at this moment: wait for it, or choose another"
     except OSError as error:
         advice = "see to it that no other run writes there"
         warnings.warn(f"{folder} cannot be locked ({error.strerror}): {advice}", stacklevel=2)
@@ -124,17 +123,16 @@ def _left_behind(config):
     the model that is there.
     """
     folder = Path(config.output_dir)
+    warm_start = folder / "warm_start"
+    is_left = (warm_start / "run_config.yaml").exists() and getattr(config, "warm_start", "none") == "none"
+    others = [warm_start] if is_left and config.overwrite_output_dir else []
     if not (folder / "run_config.yaml").exists():  # another tool's model, which is overwritten only if asked
         names = (*MODEL_FILES, "README.md") if config.overwrite_output_dir else ()
-        return [path for name in names for path in folder.glob(name)]
+        return others + [path for name in names for path in folder.glob(name)]
     names = (*MODEL_FILES, *LOGS, FINISHED, "README.md", *DRAWN, *FOLDERS, "warm_start.json", ".checkpoint.*")
-    found = [path for name in names for path in folder.glob(name)]
+    found = others + [path for name in names for path in folder.glob(name)]
     numbered = folder.glob("checkpoint-*")
     found += [path for path in numbered if path.name.removeprefix("checkpoint-").isdigit()]
-    warm_start = folder / "warm_start"
-    was_warm = read_run_config(folder).get("warm_start", "none") != "none"
-    if config.overwrite_output_dir and was_warm and getattr(config, "warm_start", "none") == "none":
-        found += [warm_start] if warm_start.exists() else []
     return found
 
 

@@ -29,6 +29,7 @@ from errors import RunError, SettingError
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from reporting.files import FINISHED, LOGS, sha256_of
+from rewards import reward_files
 from running.folder import DRAWN, FOLDERS
 from running.parsing import parse_config
 
@@ -43,6 +44,10 @@ def starts_processes(config):
     # accelerate launch sets no rank for a single process
     started = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     wanted = config.num_processes or torch.cuda.device_count()
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(wanted))
+    if started and config.num_processes and here != str(wanted) and is_first_of_node():
+        unread = f"num_processes={wanted} has no effect: the launcher has started {here} on this machine"
+        warnings.warn(unread, stacklevel=2)
     if started or wanted <= 1:
         return None
     if torch.cuda.is_available() and wanted > torch.cuda.device_count():
@@ -122,7 +127,9 @@ def named_files(config):
     named += [
         (name, getattr(config, name, None)) for name in ("warm_start", "system_prompt_file", "questions")
     ]
-    named += [("reward", spec.rpartition(":")[0]) for spec in getattr(config, "reward", None) or ()]
+    rewards = [spec.rpartition(":")[0] for spec in getattr(config, "reward", None) or ()]
+    named += [("reward", path) for path in rewards]
+    named += [("reward", file) for path in rewards for file in reward_files(path)[1:]]
     data = Path(config.dataset)
     named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
     return {(name, str(path)): sha256_of(path) for name, path in named if path and Path(path).is_file()}

@@ -12,12 +12,22 @@ import re
 import signal
 import sys
 import time
+import warnings
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from errors import DataError, RewardError, RunError, SettingError, SharedError, is_out_of_memory, one_line
+from errors import (
+    DataError,
+    RewardError,
+    RunError,
+    SettingError,
+    SharedError,
+    is_out_of_memory,
+    one_line,
+    raise_on_interrupt,
+)
 from reporting.files import read_yaml
 
 # Names that other trainers give to these settings: transformers and TRL, OneShotGRPO, H3PO, the MATH scripts.
@@ -71,22 +81,32 @@ REFUSED = {
     "warmup_steps": "is warmup_ratio here, a share of all steps",
     "logging_steps": "is not needed: every step is logged",
 }
-HINTED = {"enable_m3po": "m3po_lambda", "enable_cross_path": "m3po_lambda", "use_wandb": "report_to"}
+NAMED = re.compile(r"--(\w+)|\b([a-z]+(?:_[a-z]+)+)\b(?!\.py)")  # the settings that a hint names
+BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
 
 
 def _hint(name, hints):
-    """Why a name is refused; a script that lacks the setting which its hint names says so."""
-    if name in HINTED and "m3po" in hints and HINTED[name] == "m3po_lambda":
+    """Why a name is refused; a script that lacks a setting which its hint names says less."""
+    if REFUSED[name] == M3PO_SWITCH and "m3po" in hints:
         return "is --m3po here, which decodes the samples as paths that interact too"
-    if HINTED.get(name, next(iter(hints))) not in hints:
-        return f"belongs to grpo_train.py, where it {REFUSED[name]}"
-    return REFUSED[name]
+    named = {flag or word for flag, word in NAMED.findall(REFUSED[name])}
+    if named <= set(hints):
+        return REFUSED[name]
+    what = REFUSED[name].partition(":")[0]
+    return what if what.startswith("is not") else "belongs to grpo_train.py: there is nothing like it here"
 
 
 def settings_from_file(config_class, path):
-    """The settings of a YAML file, names checked against the class and values against its types."""
+    """The settings of a YAML file, names checked against the class and values against its types.
+
+    The run_config.yaml of a run is one: of its settings, which are all there are, those without effect go.
+    """
     hints, settings, aliases = get_type_hints(config_class), {}, _aliases(config_class)
-    for key, value in read_yaml(path).items():
+    read = read_yaml(path)
+    is_saved = read.keys() >= hints.keys() or "versions" in read
+    for key, value in read.items():
+        if is_saved and key in BESIDE:
+            continue
         name = aliases.get(key, key)
         if name in REFUSED and name not in hints:
             raise SettingError(key, value, _hint(name, hints))
@@ -97,7 +117,20 @@ def settings_from_file(config_class, path):
             raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
         none_words = _none_words(config_class.__dataclass_fields__[name])
         settings[name] = _from_yaml(name, hints[name], value, none_words)
-    return settings
+    return _with_effect(config_class, settings) if is_saved else settings
+
+
+def _with_effect(config_class, settings):
+    """Settings of one level without those that others of them take the place of, or leave without effect."""
+    left = dict(settings)
+    for field in dataclasses.fields(config_class):
+        if left.get(field.name):
+            for other in field.metadata.get("instead_of", ()):
+                if _is_on(other, left):
+                    left.pop(_name(other))
+        if _idle_beside(field, settings):
+            left.pop(field.name, None)
+    return left
 
 
 def _aliases(config_class):
@@ -167,8 +200,9 @@ def parse_config(config_class, argv=None, description=None):
                 raise SettingError(name, value, "none stands alone")
             flags[name] = None
     settings = combined(config_class, in_file, flags)
-    _refuse_idle(config_class, settings)
-    return config_class(**settings)
+    config = config_class(**settings)
+    refuse_idle(config, settings, flags)
+    return config
 
 
 def _parser(config_class, description, only_given=False):
@@ -191,8 +225,8 @@ def combined(config_class, *levels):
     """The settings of several levels, {name: value} each, the weaker first.
 
     A stronger level wins, and silences at a weaker one what its settings take the place of (instead_of), and
-    what has no effect where they are off (goes_with). Two settings of one level that take each other's place
-    are refused.
+    what has no effect beside them (goes_with, idle_beside). Two settings of one level that take each other's
+    place are refused.
     """
     settings = {}
     for given in levels:
@@ -207,37 +241,60 @@ def _silenced(config_class, given):
     names = set()
     for field in dataclasses.fields(config_class):
         for other in field.metadata.get("instead_of", ()):
-            if given.get(field.name) and given.get(other):
-                what = f"cannot stand beside {other}={given[other]!r}"
+            name = _name(other)
+            if given.get(field.name) and _is_on(other, given):
+                what = f"cannot stand beside {name}={given[name]!r}"
                 raise SettingError(field.name, given[field.name], f"{what}: give one of the two")
-            names |= {other} if given.get(field.name) else set()
-            names |= {field.name} if given.get(other) else set()
-        needed = field.metadata.get("goes_with")
-        if needed in given and _is_off(given[needed]):
-            names.add(field.name)
-        if given.keys() & set(field.metadata.get("belongs_to", ())):
+            names |= {name} if given.get(field.name) else set()
+            names |= {field.name} if _is_on(other, given) else set()
+        if _idle_beside(field, given) or given.keys() & set(field.metadata.get("belongs_to", ())):
             names.add(field.name)
     silenced = names - given.keys()
     for field in dataclasses.fields(config_class):  # what goes with a silenced one goes with it
-        if field.metadata.get("goes_with") in silenced:
+        if _name(field.metadata.get("goes_with", "")) in silenced:
             silenced |= {field.name} - given.keys()
     return silenced
 
 
-def _is_off(value):
-    return not value or value == "none"
+def _name(condition):
+    return condition.partition("=")[0]
 
 
-def _refuse_idle(config_class, settings):
-    """Refuse what was given and has no effect, since the setting it goes with is off."""
-    fields = config_class.__dataclass_fields__
-    for name, value in settings.items():
-        needed = fields[name].metadata.get("goes_with")
-        if needed is None or value in (None, fields[name].default):
-            continue
-        beside = settings.get(needed, fields[needed].default)
-        if _is_off(beside):
-            raise SettingError(name, value, f"has no effect with {needed}={beside!r}: set {needed} too")
+def _is_on(condition, settings):
+    """Whether a setting is on, or for `name=value` has this value."""
+    name, is_value, value = condition.partition("=")
+    found = settings.get(name)
+    return str(found) == value if is_value else bool(found) and found != "none"
+
+
+def _idle_beside(field, settings):
+    """The name of one of these settings beside which a field has no effect, or None."""
+    needed = field.metadata.get("goes_with")
+    if needed and _name(needed) in settings and not _is_on(needed, settings):
+        return _name(needed)
+    others = field.metadata.get("idle_beside", ())
+    return next((_name(other) for other in others if _is_on(other, settings)), None)
+
+
+def refuse_idle(config, settings, flags=()):
+    """Refuse what the settings that made a config give, and what has no effect beside the others.
+
+    Nothing is asked for by None, by 0, nor outside the `flags` of the command line by a default.
+    """
+    for field in dataclasses.fields(config):
+        name, default = field.name, field.default
+        value = settings.get(name)
+        is_given = value is not None and (value != default or name in flags)
+        asks_for_nothing = not value and default is not True
+        beside = _idle_beside(field, vars(config))
+        if is_given and not asks_for_nothing and beside:
+            needed = _name(field.metadata.get("goes_with", ""))
+            remedy = f": set {needed} too" if beside == needed else ""
+            beside_it = f"has no effect with {beside}={vars(config)[beside]!r}{remedy}"
+            error = SettingError(name, value, beside_it)
+            if not ({name, beside} <= set(flags) and "both_given" in field.metadata):
+                raise error
+            warnings.warn(str(error), stacklevel=2)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -314,6 +371,7 @@ def run_main(main):
     if transformers := sys.modules.get("transformers"):
         transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    raise_on_interrupt()
     try:
         main()
         _leave_the_others()
@@ -328,7 +386,8 @@ def run_main(main):
         if error.errno == errno.EPIPE:
             sys.stdout = open(os.devnull, "w")  # a buffered rest would raise once more when Python exits
         what = error.filename or UNWRITABLE[error.errno]
-        _exit(f"{what}: {error.strerror}; go on with --resume true when it can be written to again", 1)
+        how = "the same --name" if Path(sys.argv[0]).stem == "grpo_eval" else "--resume true"
+        _exit(f"{what}: {error.strerror}; go on with {how} when it can be written to again", 1)
     except RuntimeError as error:
         _explain_torch_error(error)
         raise
@@ -349,7 +408,7 @@ def _explain_torch_error(error):
     if torch is None:
         return
     if is_out_of_memory(error):
-        remedy = "try a lower batch_size, num_generations or max_completion_length, or a smaller model"
+        remedy = "try a lower batch_size or max_completion_length, fewer completions, or a smaller model"
         _exit(f"out of memory ({one_line(error)}): {remedy}", 1)
     if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
         lost = "lost its connection to the others; the process that ended says why"

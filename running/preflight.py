@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import TrainerState
 
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
@@ -27,7 +26,7 @@ from learning.models import check_positions, load_model, load_tokenizer, rollout
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
-from running.progress import steps_to_do
+from running.progress import steps_to_do, trainer_state
 
 PROMPTS = 32  # on which the pass rate is measured
 GOLD_ANSWERS = 500  # that are paid
@@ -231,7 +230,7 @@ def _undecided(right):
 def _rewards(functions, problems, texts, config):
     ids = [[0] * 8 for _ in texts]  # no completion was sampled
     columns = reward_columns([p.problem for p in problems], texts, ids, config.answer_format)
-    columns["trainer_state"] = TrainerState()
+    columns["trainer_state"] = trainer_state()
     log = RewardLog([{} for _ in texts])
     totals, _ = compute_rewards(functions, columns, timeout=config.reward_timeout, log=log)
     return totals

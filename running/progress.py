@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from transformers import TrainerState
 
 ADVICE = {
     "unearned": "no completion has earned anything for {} steps. What usually helps: a supervised warm start "
@@ -68,10 +67,12 @@ def next_problems(problems, count, run):
     return [problems[i] for i in indices]
 
 
-def trainer_state(run):
+def trainer_state(step=0, total=0, num_epochs=None):
     """How far a run has come, as TRL's reward functions are told."""
-    counts = dict(global_step=run.progress.step, max_steps=run.total)
-    return TrainerState(**counts, num_train_epochs=run.config.num_epochs or 0, logging_steps=1)
+    from transformers import TrainerState  # takes seconds where peft and bitsandbytes are installed
+
+    counts = dict(global_step=step, max_steps=total, num_train_epochs=num_epochs or 0)
+    return TrainerState(**counts, logging_steps=1)
 
 
 def steps_to_do(config, count):

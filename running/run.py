@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from errors import Interrupted, RunError, SettingError, Stopped
 from learning.learner import NOT_FINITE
-from learning.parallel import first_over_processes, max_over_processes, shard, together
+from learning.parallel import first_over_processes, max_over_processes, raise_on_all, shard, together
 from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
@@ -67,7 +67,8 @@ class Run:
         """
         self.learner, self.evaluate, self.steps_per_iteration, self.total = learner, evaluate, steps, total
         self.inputs, self.had_lock = inputs, (Path(self.config.output_dir) / ".lock").exists()
-        self.folder, self.lock = lock_folder(self.config, self.accelerator)
+        self.folder = Path(self.config.output_dir)
+        self.lock = lock_folder(self.folder, self.accelerator, ("output_dir", self.config.output_dir))
         self.checkpoints = Checkpoints(self, inputs)
         note = None
         with together():
@@ -88,6 +89,8 @@ class Run:
         start_logs(self, state)
         if not self.config.learning_rate:
             self.say("WARNING: learning_rate=0.0: every rate of this run is 0, and no weight will change")
+        if self.config.fsdp and self.accelerator.num_processes == 1:
+            self.say("note: fsdp shards nothing on one process")
         self.log = MetricsLog(self)
 
     def _is_done(self, note):
@@ -114,8 +117,7 @@ class Run:
                     f"finished {note['step']} steps and left no checkpoint of the last one to go on from "
                     "(--save_every N keeps it, beforehand): begin anew with --overwrite_output_dir true"
                 )
-        if problem := first_over_processes(problem):
-            raise SettingError("resume", str(self.folder), problem)
+        raise_on_all(SettingError("resume", str(self.folder), problem) if problem else None)
         return not max_over_processes(bool(goes_on))
 
     def _has_checkpoint_since(self, step):

@@ -28,8 +28,10 @@ def setting(default, text, **roles):
     resume="free": a resumed run may have it otherwise, since it changes no weight; resume="never": what is
     saved would not fit; neither: only with resume_anyway. inherited=True: a warm start takes it from its GRPO
     run. in_card=True: the model card shows it. instead_of=names: of these and this one only one can be given.
-    goes_with=name: it has no effect where that one is off. belongs_to=names: it is given for these, and goes
-    with them. none_words, aliases: further words for None, further names of the setting.
+    goes_with=name: it has no effect where that one is off; idle_beside=names: where one of these is on. A
+    name may be `name=value`, which is on at this value. both_given="said": beside an off on the same command
+    line it is warned of, not refused. belongs_to=names: it is given for these, and goes with them.
+    none_words, aliases: further words for None, further names of the setting.
     """
     return field(default=default, metadata={"help": text, **roles})
 
@@ -97,7 +99,10 @@ class TrainConfig:
         inherited=True,
     )
     chat_template_kwargs: str = setting(
-        "{}", 'JSON object handed to the chat template, such as {"enable_thinking": false}', inherited=True
+        "{}",
+        'JSON object handed to the chat template, such as {"enable_thinking": false}',
+        inherited=True,
+        goes_with="prompt_format=chat",
     )
     output_dir: str = setting(
         "grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
@@ -183,6 +188,8 @@ class TrainConfig:
         100,
         "held-out problems, cut from the training split by hash; 0, and for GRPO eval_every 0: none",
         inherited=True,
+        goes_with="eval_every",
+        both_given="said",
     )
     keep_best: bool = setting(
         False, "keep the model with the best held-out accuracy in output_dir/best", goes_with="eval_every"
@@ -209,6 +216,7 @@ class TrainConfig:
         False,
         "shard float32 weights, gradients and moments over the processes (FSDP2), not the rollout copy",
         inherited=True,
+        instead_of=("lora_r", "optimizer=adamw_8bit"),
     )
     num_processes: int | None = setting(
         None,
@@ -220,8 +228,12 @@ class TrainConfig:
     report_to: list[str] | None = setting(
         None, "trackers that get all of metrics.jsonl: tensorboard, wandb, ... (default: none)", resume="free"
     )
-    project: str = setting("grpo-m3po", "project of the run in a tracker", resume="free")
-    run_name: str | None = setting(None, "its name there (default: the name of output_dir)", resume="free")
+    project: str = setting(
+        "grpo-m3po", "project of the run in a tracker", resume="free", goes_with="report_to"
+    )
+    run_name: str | None = setting(
+        None, "its name there (default: the name of output_dir)", resume="free", goes_with="report_to"
+    )
     push_to_hub: bool = setting(False, "upload the finished model with its card", resume="free")
     hub_model_id: str | None = setting(
         None, "repository to push to: user/name", resume="free", goes_with="push_to_hub"

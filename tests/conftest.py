@@ -32,6 +32,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unsynced():
+    """Checkpoints need not outlive a power cut here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """About 300 tokens; `</reasoning>` splits, and two EOS ids exist: <|im_end|> and <|endoftext|>."""

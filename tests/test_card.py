@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, pipeline
 import grpo_eval
 import grpo_train
 import sft_train
-from errors import RunError, SettingError
+from errors import DataError, RunError, SettingError
+from problems.sources import load_problems
 from reporting import card
 from reporting.files import read_run_config
 from running.parsing import parse_config
@@ -104,6 +105,20 @@ def test_a_hub_model_without_settings_or_a_hub_that_cannot_be_asked_gives_none(m
     with pytest.warns(UserWarning, match="me/mine: the hub cannot be asked for its run_config.yaml"):
         assert read_run_config("me/mine") == {}
     assert read_run_config("a_folder_that_is_not_there") == {}
+
+
+def test_a_folder_of_data_is_not_taken_for_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    """A model trained on one's own folder `math` was evaluated on MATH-500 once it was pushed."""
+    (tmp_path / "data" / "math").mkdir(parents=True)
+    shared = card.shared_settings({"dataset": str(tmp_path / "data" / "math")})
+    assert shared == {"dataset": "./math"}
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda name, *args, **kwargs: asked.append(name) or [])
+    with pytest.raises(DataError):
+        load_problems(shared["dataset"], "test")
+    assert asked == ["./math"]
+    for name in ("math", "openai/gsm8k", "problems.jsonl"):
+        assert card.shared_settings({"dataset": name}) == {"dataset": name}
 
 
 def test_the_card_tells_what_came_before(tmp_path):

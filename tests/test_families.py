@@ -121,6 +121,37 @@ def test_embeddings_that_are_scaled_for_ids_alone_are_refused(start, words, monk
         load_model(start("Qwen3"), words, torch.float32, CPU)
 
 
+def test_a_model_that_reads_no_embeddings_but_those_of_tokens_is_refused(start, words, monkeypatch):
+    """With M3PO its inputs are blended; Gemma-4 ended in a traceback at the first decode step."""
+    body = type(loaded(start, words, "Qwen3").model)
+    honest = body.forward
+
+    def forward(self, input_ids=None, inputs_embeds=None, **more):
+        table = self.embed_tokens.weight
+        if inputs_embeds is not None and not (inputs_embeds[..., None, :] == table).all(-1).any(-1).all():
+            raise KeyError("no token has this embedding")
+        return honest(self, input_ids=input_ids, inputs_embeds=inputs_embeds, **more)
+
+    monkeypatch.setattr(body, "forward", forward)
+    with pytest.raises(SettingError, match="on their embeddings alone .*no token has this embedding"):
+        load_model(start("Qwen3"), words, torch.float32, CPU)
+
+
+def test_a_model_that_scores_otherwise_in_train_mode_is_refused(start, words, monkeypatch):
+    """Not random, so that two scorings agree; the update would train another model than the one sampled."""
+    body = type(loaded(start, words, "Qwen3").model)
+    honest = body.forward
+
+    def forward(self, input_ids=None, inputs_embeds=None, **more):
+        embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        noise = 0.1 if self.training else 0.0
+        return honest(self, inputs_embeds=embeds + noise * embeds.flip(-1), **more)
+
+    monkeypatch.setattr(body, "forward", forward)
+    with pytest.raises(SettingError, match="other logits in train mode than in evaluation"):
+        load_policy(settings(), start("Qwen3"), words, CPU)
+
+
 def test_whatever_a_models_own_code_raises_is_one_line(start, words, monkeypatch):
     body = type(loaded(start, words, "Qwen3").model)
     monkeypatch.setattr(body, "forward", lambda self, **_: 1 / 0)
@@ -136,6 +167,15 @@ def test_a_fast_path_that_is_wrong_after_the_prefill_is_not_taken(start, words, 
     decoder.choose_path()
     assert type(decoder.engine.backbone) is PlainBackbone
     assert "its forward is not what its config says" in capsys.readouterr().out
+
+
+def test_weights_that_broke_since_they_were_loaded_are_no_fault_of_the_path(start, words):
+    """A step that was not finite would be reported as another family's model."""
+    model = loaded(start, words, "Qwen3")
+    model.model.norm.weight.data.fill_(float("nan"))
+    decoder = GroupDecoder(model, words)
+    decoder.choose_path()
+    assert type(decoder.engine.backbone) is FastBackbone
 
 
 def test_a_path_on_which_leaving_rows_mix_up_is_not_taken(start, words, monkeypatch, capsys):
@@ -290,7 +330,7 @@ def test_a_router_is_no_matrix_product(start, words):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", ["Granite", "Cohere", "xLSTM"])
+@pytest.mark.parametrize("shape", ["Granite", "Cohere", "Falcon-H1", "xLSTM"])
 def test_heads_that_scale_or_cap_are_scored_as_they_are(start, words, shape):
     model = loaded(start, words, shape)
     decoder = GroupDecoder(model, words)

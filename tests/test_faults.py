@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import grpo_train
-from errors import DataError, RunError, SettingError
+from errors import DataError, RunError, SettingError, end_on_interrupt
 from running.parsing import parse_config, run_main
 from small_faults import settings_of
 from small_models import paid
@@ -188,3 +188,27 @@ def test_a_disk_that_cannot_be_written_to_any_more_ends_a_run_in_one_line(number
     signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 1
     assert f"out/metrics.jsonl: {os.strerror(number)}; go on with --resume true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py", "grpo_eval.py"])
+def test_ctrl_c_while_python_imports_is_one_line(script, tmp_path):
+    """It was a traceback through torch. The torch of this Python presses Ctrl-C when it is imported."""
+    (tmp_path / "torch.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script, "--help"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, f"{script}: stopped by SIGINT while it was loading\n")
+
+
+def test_ctrl_c_is_an_interrupt_again_when_a_script_has_begun(monkeypatch):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        end_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        begun = []
+        run_main(lambda: begun.append(signal.getsignal(signal.SIGINT)))
+        assert begun == [signal.default_int_handler]
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])

@@ -1,6 +1,7 @@
 """Evaluating a saved model: records, reports, and going on after a kill."""
 
 import datetime
+import fcntl
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from test_sft_train import encoded
 
 import grpo_eval
 from decoding.rollout import Completion
-from errors import SettingError
+from errors import DataError, SettingError
 from reporting import evaluation
 from reporting.evaluation import skipped_record, summarise, told
 from reporting.statistics import over_questions
@@ -456,3 +457,48 @@ def test_two_evaluations_of_one_second_have_folders_of_their_own(monkeypatch):
     monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
     config = SimpleNamespace(dataset="d", split="test", name=None, output_dir="eval_runs")
     assert grpo_eval.new_folder(config, "m") != grpo_eval.new_folder(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "expected"),
+    [
+        (("q", "ans"), {}, "by q"),
+        (("question", "ans"), {}, "by question"),
+        (("q", "answer"), {}, "by q"),
+        (("question", "answer"), {}, "by question"),
+        (("question", "answer"), {"question_column": "q"}, None),
+    ],
+)
+def test_the_columns_of_the_training_data_are_read_in_other_data_where_it_has_them(
+    columns, given, expected, tmp_path
+):
+    """`--dataset OTHER` was refused for a column that only the training data had."""
+    (tmp_path / "run_config.yaml").write_text("dataset: gsm8k\nquestion_column: q\nanswer_column: ans\n")
+    write_rows(tmp_path / "test.jsonl", [{columns[0]: f"by {columns[0]}", columns[1]: "1"}])
+    config = grpo_eval.Config(model=str(tmp_path), dataset=str(tmp_path), **given)
+    if expected:
+        assert [p.question for p in grpo_eval.read_problems(config)] == [expected]
+    else:
+        with pytest.raises(DataError, match="has no column 'q' for the question"):
+            grpo_eval.read_problems(config)
+    arithmetic = grpo_eval.Config(model=str(tmp_path), dataset="arithmetic", limit=1)
+    assert len(grpo_eval.read_problems(arithmetic)) == 1
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_two_evaluations_of_one_name_at_once_are_refused(many, monkeypatch):
+    """Each went on from the other's answers, and deleted them under it."""
+    folder = many / "runs" / "one"
+    folder.mkdir(parents=True)
+    with open(folder / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SettingError, match="name='one': another run is writing there"):
+            evaluate(many, "one")
+    assert {path.name for path in evaluate(many, "one")[1].iterdir()} == {
+        "run_config.yaml",
+        "report.json",
+        "samples.jsonl",
+    }
+    monkeypatch.setattr(grpo_eval, "new_folder", lambda *args: folder)  # as if it had begun before
+    with pytest.raises(SettingError, match="holds an evaluation already"):
+        evaluate(many, "one")

@@ -536,6 +536,25 @@ def test_a_saved_model_holds_its_adapters_and_the_adapter_alone_loads_in_peft(to
         assert torch.allclose(adapted(ids).logits, model(ids).logits, atol=1e-4)
 
 
+def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_remedy(tokenizer, tmp_path, monkeypatch):
+    """Alone it `cannot be loaded as a Tokenizer`; beside weights transformers puts its layers into the model,
+    and training ended in a traceback.
+    """
+    pytest.importorskip("peft")
+    model, _ = with_adapters("llama", tokenizer)
+    model.source_dropout, folder = {}, tmp_path / "adapter"
+    save_adapter(model, folder)
+    with pytest.raises(SettingError, match="holds a LoRA adapter.*give the merged model"):
+        load_tokenizer(str(folder))
+    folder = tmp_path / "both"
+    save_model(model, tokenizer, folder, torch.float32)
+    save_adapter(model, folder)
+    for looked_at in (folder, tmp_path / "none, as of a hub id"):
+        monkeypatch.setattr("learning.models.Path", lambda name, found=looked_at: found)
+        with pytest.raises(SettingError, match="holds a LoRA adapter"):
+            load_model(str(folder), tokenizer, torch.float32, torch.device("cpu"))
+
+
 def test_a_layer_name_that_no_layer_has_is_one_line(tokenizer):
     pytest.importorskip("peft")
     with pytest.raises(SettingError, match="lora_target_modules="):

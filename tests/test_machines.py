@@ -19,6 +19,7 @@ from errors import DataError, SettingError, SharedError
 from learning import parallel
 from running import launching
 from running.launching import folder_of_first, model_files
+from running.parsing import run_main
 from small_runs import lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +59,21 @@ def test_an_error_of_all_nodes_names_none_and_one_process_alone_keeps_its_own(he
     here()
     with pytest.raises(SettingError), parallel.together():
         raise SettingError("x", 1, "is bad")
+
+
+def test_what_the_first_process_refuses_for_all_is_one_line_that_names_none(here, monkeypatch, capsys):
+    """Each process of a second node printed it, behind its own number."""
+    refusal = SettingError("resume", "out", "was written by another run")
+    monkeypatch.setattr(parallel, "gather_object", lambda mine: [(str(refusal), 2), None])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("sys.argv", ["grpo_train.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: parallel.raise_on_all(None))
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"grpo_train.py: {refusal}\n")
+    monkeypatch.setattr(parallel, "gather_object", lambda mine: mine)
+    parallel.raise_on_all(None)
+    with pytest.raises(SettingError):
+        parallel.raise_on_all(refusal)
 
 
 def test_what_no_user_can_mend_keeps_its_traceback_where_it_was_raised(here):

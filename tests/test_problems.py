@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import dataclasses
 import datetime as dates
 import json
 import math
@@ -315,6 +316,19 @@ def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monke
     )
     with pytest.raises(DataError, match=message):
         load_problems("gsm8k", "test")
+
+
+def test_a_package_that_a_data_set_of_the_hub_lacks_is_one_line(monkeypatch):
+    """Columns of pictures or sound need packages of their own, which datasets imports when it reads them."""
+
+    class Rows:
+        def __iter__(self):
+            raise ImportError("To support decoding images,\nplease install 'Pillow'.")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: Rows())
+    with pytest.raises(DataError, match="'me/pictures' needs a package that is missing: .*Pillow") as error:
+        load_problems("me/pictures")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -950,3 +964,41 @@ def test_an_answer_that_the_data_begins_is_read_from_its_beginning(tokenizer):
     assert encoded.prompt.endswith(begun)
     rest = Completion([], ".\n</think>\n<answer>\n1\n</answer>", ended=True)
     assert r1_format_reward(completions=[encoded.answered(rest).text]) == [1.0]
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_chat_messages_that_a_table_holds_as_text_are_messages(write, column, tmp_path):
+    """pandas writes a list into a CSV as Python does; its brackets were asked as the question."""
+    chat = [{"role": "system", "content": "It's short"}, {"role": "user", "content": 'Say "one"'}]
+    with open(tmp_path / "d.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([[column, "answer"], [write(chat), "1"]])
+    [problem] = load_problems(str(tmp_path / "d.csv"))
+    assert (problem.question, problem.messages) == ('Say "one"', tuple(chat))
+
+
+def test_chat_messages_as_text_that_is_broken_are_named(tmp_path):
+    with open(tmp_path / "d.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(
+            [["prompt", "answer"], ["[{'role': 'user', 'content': array(['a'])}]", "1"]]
+        )
+    with pytest.raises(DataError, match=r"d\.csv line 2: column 'prompt' looks like chat messages"):
+        load_problems(str(tmp_path / "d.csv"))
+
+
+def test_what_is_set_and_no_prompt_reads_is_told(tokenizer):
+    """A switch that the template lacks, or a system prompt beside the data's own, was dropped in silence."""
+    reads = copy_of(tokenizer, CHAT_TEMPLATE + "{% if enable_thinking %}{% endif %}")
+    asking = Prompting("xml", "S", {"enable_thinking": False, "thinking": True})
+    encoded, _ = asking.encode(reads, [Problem("how many", "1")], 99)
+    [remark] = asking.remarks(reads, encoded)
+    assert remark == "the chat template does not read thinking of chat_template_kwargs"
+    own = ({"role": "system", "content": "Mine"}, {"role": "user", "content": "Q"})
+    problems = [Problem("Q", "1", messages=own), Problem("R", "1"), Problem("T", "1", is_prompt=True)]
+    for asking in (Prompting("xml", "S"), Prompting("xml", "S", prompt_format="raw")):
+        asked = problems if asking.prompt_format == "chat" else problems[1:]
+        encoded, _ = asking.encode(tokenizer, asked, 99)
+        assert f"1 of {len(asked)} problems bring their own" in asking.remarks(tokenizer, encoded)[0]
+        usual = dataclasses.replace(asking, system_prompt=ANSWER_FORMATS["xml"].system_prompt)
+        assert not any("bring" in remark for remark in usual.remarks(tokenizer, encoded))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import families
+from decoding.tokens import arithmetic_tokenizer
 from errors import SettingError
 from grpo_train import Config
 from learning.parallel import shard
@@ -112,6 +115,13 @@ def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "0")
             assert starts_processes(Config()) is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert starts_processes(Config(num_processes=2)) is None
+    with pytest.warns(UserWarning, match="num_processes=4 has no effect: the launcher has started 2"):
+        assert starts_processes(Config(num_processes=4)) is None
 
 
 def state_and_parent(pid):
@@ -221,6 +231,23 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
     assert done.returncode == 1
     assert "boom" in done.stderr
     assert "process 1 ended with status 1" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["false", "true"])
+def test_a_vision_tower_that_text_never_reaches_trains_on_two_processes(fsdp, tmp_path):
+    """DDP waited for its gradients and ended in torch's traceback."""
+    start, out, words = tmp_path / "start", tmp_path / "out", arithmetic_tokenizer()
+    families.build(*families.SHAPES["Gemma-3, multimodal"], words).save_pretrained(start)
+    words.save_pretrained(start)
+    flags = f"{SHORT} --warm_start none --model {start} --num_processes 2 --mu 2 --beta 0.04 --fsdp {fsdp}"
+    done = command("grpo_train.py", *flags.split(), "--output_dir", out)
+    assert done.returncode == 0, done.stderr
+    before, after = load_file(start / "model.safetensors"), load_file(out / "model.safetensors")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert after.keys() == before.keys()
+    assert {name for name in before if "vision" in name or "multi_modal" in name} <= same
+    assert len(same) < len(before)
 
 
 @pytest.mark.slow

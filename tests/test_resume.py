@@ -3,6 +3,7 @@ between.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -75,6 +76,11 @@ def settings_of(start, out, script=grpo_train, **more):
     return script.Config(**{**common, **(grpo if script is grpo_train else supervised), **more})
 
 
+def in_full(cases, fast):
+    """All the cases for parametrize; those after the first `fast` are slow tests."""
+    return [pytest.param(c, marks=[pytest.mark.slow] if n >= fast else []) for n, c in enumerate(cases)]
+
+
 class Killed(BaseException):
     """SIGKILL, as far as a process can do it to itself without dying: nothing is saved or cleaned up."""
 
@@ -137,7 +143,7 @@ def uninterrupted(start, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", in_full(VARIANTS, 2))
 def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterrupted, tmp_path, monkeypatch):
     """I10, M3PO, mu 2, two outer iterations, the second killed too."""
     if variant == "lora":
@@ -252,7 +258,7 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("field", LEFT_OUT)
+@pytest.mark.parametrize("field", in_full(LEFT_OUT, 1))
 def test_the_comparison_sees_each_part_of_the_state_that_is_left_out(field, start, uninterrupted, cut):
     shutil.rmtree(cut / "checkpoint-2")
     folder = cut / "checkpoint-1"
@@ -471,7 +477,9 @@ def with_hints(start, tmp_path_factory):
     """Two steps of a run with its own data, reward file and model, and its settings."""
     folder = tmp_path_factory.mktemp("hints")
     shutil.copytree(start / "model", folder / "model")
-    shutil.copy(start / "pays.py", folder)
+    pays = "def unused():\n    from beside import SEVEN\n\n\n" + (start / "pays.py").read_text()
+    (folder / "pays.py").write_text(pays)
+    (folder / "beside.py").write_text("SEVEN = 8\n")
     with_columns(start, folder / "data")
     settings = dict(num_steps=2, outer_iterations=1, mu=1, beta=0.0, lora_r=2, eval_problems=2)
     run(settings_of(folder, folder / "out", dataset=str(folder / "data"), **settings))
@@ -499,10 +507,15 @@ def another_base(folder):
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
 
 
+def another_helper_text(folder):
+    (folder / "beside.py").write_text("SEVEN = 7\n")
+
+
 CHANGED_FILES = {
     "data": another_column,
     "held_out": another_held_out_answer,
     "rewards": another_reward_text,
+    "rewards ": another_helper_text,
     "start": another_base,
 }
 
@@ -529,7 +542,7 @@ def test_a_file_that_a_run_read_may_not_change_under_it(name, finished, with_hin
     before = contents(folder / "out")
     config = settings_of(folder, folder / "out", dataset=str(folder / "data"), resume=True, **settings)
     with pytest.raises(
-        SettingError, match=rf"was written by another run: .*{name} '\w{{12}}' there, '\w{{12}}' here"
+        SettingError, match=rf"was written by another run: .*{name.strip()} '\w{{12}}' there, '\w{{12}}' here"
     ):
         grpo_train.train(config)
     assert contents(folder / "out") == before
@@ -546,9 +559,10 @@ def test_a_resume_that_is_refused_at_the_last_has_cut_no_log(start, cut):
     assert (cut / ".checkpoint.part").exists()
 
 
-def test_evaluations_that_decide_may_not_come_at_other_steps(start, cut):
+@pytest.mark.parametrize("deciding", [dict(patience=3), dict(keep_best=True)])
+def test_evaluations_that_decide_may_not_come_at_other_steps(deciding, start, cut):
     with pytest.raises(SettingError, match="eval_every 2 there, 1 here"):
-        grpo_train.train(settings_of(start, cut, resume=True, eval_every=1, patience=3, resume_anyway=False))
+        grpo_train.train(settings_of(start, cut, resume=True, eval_every=1, resume_anyway=False, **deciding))
 
 
 def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(start, tmp_path, capsys):
@@ -630,6 +644,14 @@ def test_a_rate_of_nothing_is_said(start, tmp_path, capsys):
     settings = dict(learning_rate=0.0, num_steps=1, outer_iterations=1, eval_every=0, eval_problems=0)
     run(settings_of(start, tmp_path / "out", save_every=0, **settings))
     assert "every rate of this run is 0, and no weight will change" in capsys.readouterr().out
+
+
+def test_what_a_run_of_one_process_and_one_update_leaves_without_effect_is_said(start, tmp_path, capsys):
+    once = dict(num_steps=1, outer_iterations=1, eval_every=0, eval_problems=0, save_every=0, mu=1)
+    run(settings_of(start, tmp_path / "out", fsdp=True, epsilon_high=0.3, **once))
+    said = capsys.readouterr().out
+    assert "note: with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing" in said
+    assert "note: fsdp shards nothing on one process" in said
 
 
 def test_what_is_overwritten_leaves_nothing_behind_from_the_first_moment(start, tmp_path, monkeypatch):
@@ -758,7 +780,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", in_full(DAMAGES, 1))
 def test_a_damaged_checkpoint_is_named_and_passed_over(kind, start, cut, uninterrupted, capsys):
     do, words = DAMAGES[kind]
     do(cut / "checkpoint-2")
@@ -1023,6 +1045,20 @@ def test_a_signal_in_the_middle_saves_and_a_resumed_run_equals_one_that_was_left
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("why", ["was written by another run", "another run is writing there"])
+def test_several_processes_refuse_a_folder_in_one_line(why, start, uninterrupted, tmp_path):
+    """Each process printed it."""
+    out = Path(shutil.copytree(uninterrupted("full"), tmp_path / "out"))
+    with open(out / ".lock", "a") as lock:
+        if why == "another run is writing there":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        refused = begin(words_of(start, out, "--resume", num_processes=2))
+        printed = refused.communicate(timeout=60)[0]
+    assert refused.returncode == 2, printed
+    assert printed.count(why) == 1, printed
+
+
+@pytest.mark.slow
 def test_a_signal_to_a_process_that_has_nothing_to_sample_again_breaks_off_what_the_other_samples(
     start, tmp_path
 ):
@@ -1191,3 +1227,16 @@ def test_a_damaged_checkpoint_of_a_later_step_is_not_kept_in_place_of_a_new_one(
     (cut / "checkpoint-2" / "manifest.json").unlink()
     grpo_train.train(settings_of(start, cut, resume=True, keep_checkpoints=1))
     assert [p.name for p in checkpoints(cut)] == ["checkpoint-4"]
+
+
+def test_a_warm_start_that_a_killed_run_left_alone_is_overwritten_too(start, tmp_path, monkeypatch):
+    """Its run had no run_config.yaml yet, so that it was taken for somebody's files."""
+    out = tmp_path / "out"
+    (out / "warm_start").mkdir(parents=True)
+    (out / "warm_start" / "run_config.yaml").write_text("model: m\n")
+    (out / "warm_start" / "model.safetensors").write_text("")
+    monkeypatch.setattr(grpo_train, "say_plan", lambda *args: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        grpo_train.train(settings_of(start, out, overwrite_output_dir=True))
+    logs = ["metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"]
+    assert sorted(contents(out)) == sorted([*logs, ".lock", "run_config.yaml"])

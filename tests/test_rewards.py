@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_train
+import rewards
 from decoding.rollout import Completion
-from errors import RewardError
+from errors import RewardError, SettingError
 from problems.problem import Problem
 from problems.sources import load_problems
 from rewards import (
@@ -40,6 +41,7 @@ from rewards import (
     parse_number,
     r1_format_reward,
     reward_columns,
+    reward_files,
     right_answers,
     soft_format_reward,
     strict_correctness_reward,
@@ -948,3 +950,72 @@ def test_what_functions_log_is_kept_by_completion_and_by_step():
 
     with pytest.raises(RewardError, match="'parsed'.* has 1 values for 2 completions"):
         compute_rewards([(logs_one, 1.0)], dict(completions=["x", "y"]), log=log)
+
+
+def by_position(completions, /, **kwargs):
+    return [0.0] * len(completions)
+
+
+def everything_by_position(*args):
+    return [0.0]
+
+
+def yields(completions, **kwargs):
+    yield from [0.0] * len(completions)
+
+
+async def yields_later(completions, **kwargs):
+    yield 0.0
+
+
+class Yields:
+    def __call__(self, completions, **kwargs):
+        yield 0.0
+
+
+NO_REWARDS = {
+    "by_position": (by_position, "takes completions by position only"),
+    "args": (everything_by_position, "takes no argument by its name"),
+    "nothing": (lambda: [0.0], "takes no argument by its name"),
+    "generator": (yields, "yields its values"),
+    "partial": (functools.partial(yields, answer=1), "yields its values"),
+    "async": (yields_later, "yields its values"),
+    "object": (Yields(), "Yields yields its values"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_REWARDS)
+def test_a_function_that_no_step_could_call_is_refused_when_it_is_loaded(kind, tmp_path, monkeypatch):
+    """It was refused in the first step, when the models were loaded and a rollout was sampled."""
+    function, words = NO_REWARDS[kind]
+    with pytest.raises(ValueError, match=words):
+        check_parameters([(function, 1.0)], {"completions": []})
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.setattr(rewards, "_module_of", lambda *args: SimpleNamespace(mine=function))
+    with pytest.raises(SettingError, match=f"reward=.*{words}"):
+        grpo_train.Config(reward=[f"{tmp_path}/mine.py:mine"])
+
+
+def test_the_modules_beside_a_reward_file_that_it_imports_belong_to_it(tmp_path):
+    """A run was resumed after a helper of its reward had changed: only the reward's own text counted."""
+    files = {
+        "mine.py": "import os\nimport helper as h\nfrom parts.units import metres\nimport rewards\n",
+        "helper.py": "def f():\n    from sub import *\n    importlib.import_module('late')\n",
+        "parts/__init__.py": "",
+        "parts/units.py": "from . import deep\nfrom .more import x\nfrom ..late import y\n",
+        "parts/deep.py": "import mine\n",
+        "parts/more.py": "",
+        "sub/__init__.py": "def (",
+        "late.py": "",
+        "os.txt": "",
+        "others.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = [str(path.relative_to(tmp_path.resolve())) for path in reward_files(tmp_path / "mine.py")]
+    assert found[0] == "mine.py"
+    assert sorted(found) == sorted(files.keys() - {"os.txt", "others.py"})
+    assert reward_files(rewards.__file__) == [Path(rewards.__file__)], (
+        "the project's own belong to the commit"
+    )

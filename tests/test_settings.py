@@ -1,5 +1,6 @@
 """Settings: flags, YAML, what a field says of itself, one line for a mistake."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from grpo_train import Config
 from problems.prompts import template_kwargs
 from problems.sources import load_problems
 from reporting import page
-from running.parsing import parse_config, run_main, settings_from_file
-from running.settings import TrainConfig, free_on_resume, names_with
+from running.parsing import REFUSED, combined, parse_config, run_main, settings_from_file
+from running.settings import TrainConfig, free_on_resume, names_with, resolved
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -254,6 +255,7 @@ def parsed(script, flags="", text=None, folder=None):
             "lora_r: 4\nlora_alpha: 8\nlora_target_modules: [q]\n",
             dict(lora_alpha=64),
         ),
+        (grpo_train, "--lora_r 0", "lora_r: 4\nsave_adapter: true\n", dict(save_adapter=False)),
         (grpo_train, "--m3po_lambda 0", "m3po_similarity: mean\n", dict(m3po_similarity="distribution")),
         (grpo_train, "--eval_every 0", "keep_best: true\npatience: 3\n", dict(keep_best=False, patience=0)),
         (grpo_eval, "--ask a", "questions: b\n", dict(ask="a", questions=None)),
@@ -283,6 +285,16 @@ TOGETHER = [
     (grpo_eval, "ask a questions b"),
     (grpo_eval, "ask a api http://localhost"),
     (grpo_eval, "m3po true ask a"),
+    (grpo_eval, "limit 3 compare a"),
+    (grpo_eval, "by level compare a"),
+    (grpo_eval, "m3po true compare a"),
+    (grpo_eval, "api http://localhost compare a"),
+    (grpo_eval, "compare a ask b"),
+    (grpo_eval, "compare a questions b"),
+    (grpo_eval, "by level questions b"),
+    (grpo_eval, "m3po true questions b"),
+    (grpo_eval, "api http://localhost questions b"),
+    (grpo_eval, "system_prompt a system_prompt_file b"),
 ]
 
 
@@ -311,11 +323,16 @@ def test_steps_and_epochs_from_python_are_refused_together():
         (grpo_train, "--m3po_lambda 0 --m3po_similarity mean", "m3po_lambda=0.0"),
         (grpo_train, "--rollout_is_cap 3", "rollout_is='none'"),
         (grpo_train, "--hub_model_id me/mine", "push_to_hub=False"),
+        (grpo_train, "--no_hub_private", "push_to_hub=False"),
         (sft_train, "--keep_best", "eval_every=0"),
         (grpo_eval, "--top_p 0.9", "temperature=0.0"),
         (grpo_eval, "--top_k 9", "temperature=0.0"),
         (grpo_eval, "--m3po_lambda 0.2", "m3po=False"),
+        (grpo_eval, "--m3po_temperature 0.2", "m3po=False"),
+        (grpo_eval, "--m3po_similarity mean", "m3po=False"),
         (grpo_eval, "--api_model a", "api=None"),
+        (grpo_eval, "--api_at_once 2", "api=None"),
+        (grpo_eval, "--api_timeout 2", "api=None"),
         (grpo_eval, "--ask a --num_samples 4 --temperature 1", "one answer"),
     ],
 )
@@ -334,7 +351,20 @@ def test_a_setting_without_effect_is_refused_with_the_one_it_needs(script, flags
             dict(m3po_lambda=0.2, m3po_temperature=0.3),
         ),
         (grpo_train, "--max_new_tokens 7 --max_steps 8", dict(max_completion_length=7, num_steps=8)),
-        (grpo_train, "--model-name m --wandb-project p", dict(model="m", project="p")),
+        (
+            grpo_train,
+            "--model-name m --wandb-project p --report_to tensorboard",
+            dict(model="m", project="p"),
+        ),
+        (
+            grpo_train,
+            "--n_grpo_steps 3 --group_size 4 --sampling_temperature 0.7 --sampling_max_tokens 9 "
+            "--cliprange 0.2 --grad_clip 1.5 --val_every_steps 5 --val_samples 6 "
+            "--lr_scheduler linear --save_dir o",
+            dict(num_steps=3, num_generations=4, temperature=0.7, max_completion_length=9, epsilon=0.2)
+            | dict(max_grad_norm=1.5, eval_every=5, eval_problems=6)
+            | dict(lr_scheduler_type="linear", output_dir="o"),
+        ),
         (
             sft_train,
             "--sft_data_path d --unique-train-examples all",
@@ -364,8 +394,8 @@ def test_flags_of_the_original_scripts_are_taken(script, flags, expected, tmp_pa
         (grpo_train, "--enable_m3po", "m3po_lambda"),
         (grpo_train, "--enable_m3po true", "m3po_lambda"),
         (grpo_train, "--sft_data_path d", "sft_train.py"),
-        (grpo_train, "--reward_funcs a b", "reward_set"),
-        (grpo_train, "--resume_from_checkpoint d", "--resume"),
+        (grpo_train, "--reward_funcs a b", "is reward here, FILE.py:function"),
+        (grpo_train, "--resume_from_checkpoint d", "is --resume here"),
         (sft_train, "--use_wandb", "--report_to wandb"),
         (grpo_train, "--unique_train_examples all", "limit"),
     ],
@@ -374,6 +404,11 @@ def test_flags_of_the_original_scripts_that_say_something_else_are_refused_with_
     with pytest.raises(grpo_train.SettingError) as error:
         parsed(script, flags)
     assert hint in str(error.value)
+
+
+def test_weights_of_a_weaker_level_go_with_the_rewards_that_they_are_for():
+    in_file = {"reward_weights": [1.0, 2.0], "reward": ["other.py:f", "other.py:g"]}
+    assert combined(Config, in_file, {"reward": ["mine.py:f"]}) == {"reward": ["mine.py:f"]}
 
 
 def test_two_weights_for_one_reward_are_refused(tmp_path):
@@ -438,3 +473,153 @@ def test_a_flag_without_an_effect_is_refused(script, flags):
 def test_a_hint_names_a_setting_of_its_script(script, flag, words):
     with pytest.raises(grpo_train.SettingError, match=words):
         parse_config(script, [flag])
+
+
+@pytest.mark.parametrize("mode", ["--ask hi", "--questions q.txt", "--compare a b", "--api http://x"])
+def test_what_a_way_of_using_the_evaluation_never_reads_is_refused(mode):
+    """`--ask` beside `--dataset`, `--name` or `--batch_size` answered as if they had not been given."""
+    given = (
+        "model dataset split limit question_column grading answer_format max_prompt_length temperature seed "
+    )
+    given += (
+        "num_samples top_k batch_size bf16 output_dir name num_processes trust_remote_code m3po save_jsonl"
+    )
+    values = dict.fromkeys(given.split(), "7") | {"model": "m", "dataset": "arithmetic", "split": "test"}
+    values |= {"grading": "number", "answer_format": "xml", "bf16": "false", "output_dir": "eval_runs"}
+    values |= {"trust_remote_code": "true", "m3po": "true", "temperature": "1", "save_jsonl": "out.jsonl"}
+    served, refused = set(), {}
+    for name, value in values.items():
+        needed = "--temperature 1" if name in ("num_samples", "top_k") and "compare" not in mode else ""
+        try:
+            config = parse_config(grpo_eval.Config, f"{mode} --{name} {value} {needed}".split())
+            assert getattr(config, name) is not None
+            served.add(name)
+        except grpo_train.SettingError as error:
+            refused[name] = str(error)
+    assert all(f"{name}=" in line and "\n" not in line for name, line in refused.items()), refused
+    asked = {"model", "answer_format", "temperature", "seed", "bf16", "trust_remote_code"}
+    expected = {
+        "--ask hi": asked,
+        "--questions q.txt": {*asked, "save_jsonl"},
+        "--compare a b": {"output_dir", "name"},
+        "--api http://x": {
+            *"model dataset split limit question_column grading answer_format temperature".split(),
+            *"seed num_samples output_dir name".split(),
+        },
+    }
+    assert served == expected[mode]
+
+
+@pytest.mark.parametrize(
+    ("script", "text", "flags", "expected"),
+    [
+        (grpo_eval, "questions: q\nsave_jsonl: o\n", "--ask a", dict(questions=None, save_jsonl=None)),
+        (grpo_eval, "save_jsonl: o\nbatch_size: 3\n", "--ask a", dict(save_jsonl=None, batch_size=None)),
+        (grpo_eval, "name: x\nnum_samples: 8\ntemperature: 1\n", "--ask a", dict(name=None, num_samples=1)),
+        (grpo_eval, "num_samples: 8\ntemperature: 1\n", "--temperature 0", dict(num_samples=1)),
+        (
+            grpo_eval,
+            "num_samples: 8\ntemperature: 1\nm3po: true\nm3po_lambda: 0.5\n",
+            "--temperature 0",
+            dict(num_samples=1, m3po=False, m3po_lambda=0.1),
+        ),
+        (grpo_eval, "num_samples: 8\ntemperature: 1\nm3po: true\n", "--num_samples 1", dict(m3po=False)),
+        (
+            grpo_eval,
+            "num_samples: 8\ntemperature: 1\nm3po: true\ntop_k: 5\nbf16: false\n",
+            "--api http://x",
+            dict(m3po=False, top_k=0, num_samples=8, bf16=True),
+        ),
+        (grpo_eval, "model: m\ntemperature: 1\ndataset: d\n", "--compare a b", dict(temperature=0.0)),
+        (grpo_train, "fsdp: true\n", "--lora_r 4", dict(fsdp=False)),
+        (grpo_train, "lora_r: 4\nlora_alpha: 8\n", "--fsdp", dict(fsdp=True, lora_r=0, lora_alpha=64)),
+        (grpo_train, "optimizer: adamw_8bit\n", "--fsdp", dict(fsdp=True, optimizer="adamw")),
+        (sft_train, "fsdp: true\n", "--optimizer adamw_8bit", dict(fsdp=False)),
+        (grpo_train, "fsdp: true\noptimizer: adamw\n", "--optimizer adamw", dict(fsdp=True)),
+        (grpo_train, "report_to: tensorboard\nrun_name: a\n", "--report_to none", dict(run_name=None)),
+        (grpo_train, "inspect_every: 3\n", "--m3po_lambda 0", dict(inspect_every=10)),
+        (grpo_train, "eval_problems: 30\n", "--eval_every 0", dict(eval_problems=0)),
+        (grpo_train, "m3po_temperature: 0.5\n", "--m3po_similarity mean", dict(m3po_temperature=0.1)),
+        (
+            grpo_train,
+            "chat_template_kwargs: {a: 1}\n",
+            "--prompt_format raw",
+            dict(chat_template_kwargs="{}"),
+        ),
+    ],
+)
+def test_the_command_line_silences_what_a_file_has_beside_it(script, text, flags, expected, tmp_path):
+    """Each was refused, though the file alone and the flag alone were served."""
+    config = parsed(script, flags, text, tmp_path)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "text", "flags"),
+    [
+        (grpo_train, "", "--run_name mine"),
+        (sft_train, "", "--project mine"),
+        (grpo_train, "", "--m3po_lambda 0 --inspect_every 5"),
+        (grpo_train, "", "--log_groups 0 --inspect_every 5"),
+        (grpo_train, "eval_every: 0\n", "--eval_problems 50"),
+        (grpo_train, "", "--m3po_similarity mean --m3po_temperature 0.5"),
+        (grpo_train, "m3po_lambda: 0\n", "--m3po_temperature 0.1"),
+        (sft_train, "", "--prompt_format raw --chat_template_kwargs {}"),
+        (grpo_eval, "ask: hi\n", "--batch_size 4"),
+        (grpo_eval, "", "--ask hi --split test"),
+        (grpo_train, "fsdp: true\nlora_r: 4\n", ""),
+    ],
+)
+def test_no_flag_is_given_for_nothing(script, text, flags, tmp_path):
+    with pytest.raises(grpo_train.SettingError, match="has no effect with|cannot stand beside"):
+        parsed(script, flags, text, tmp_path)
+
+
+def test_held_out_problems_beside_no_evaluation_are_warned_of():
+    with pytest.warns(UserWarning, match=r"eval_problems=50: has no effect with eval_every=0"):
+        assert parsed(grpo_train, "--eval_every 0 --eval_problems 50").eval_problems == 0
+    assert parsed(sft_train, "--eval_problems 50").eval_problems == 50, "which its GRPO run holds out too"
+
+
+def test_a_warm_start_s_file_gives_nothing_without_effect(tmp_path):
+    (tmp_path / "warm.yaml").write_text("lora_alpha: 8\n")
+    with pytest.raises(grpo_train.SettingError, match="lora_alpha=8: has no effect with lora_r=0"):
+        Config(warm_start=str(tmp_path / "warm.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "then", "expected"),
+    [
+        (grpo_train, "--eval_every 0", "", dict(eval_every=0, eval_problems=0)),
+        (grpo_train, "--reward FILE:f --num_epochs 2", "", dict(num_epochs=2.0)),
+        (grpo_train, "--reward FILE:f", "--reward_set math", dict(reward=None, reward_set="math")),
+        (grpo_train, "--m3po_lambda 0 --num_steps 3", "--num_epochs 1", dict(num_steps=None)),
+        (grpo_train, "--system_prompt_file WORDS", "", dict(system_prompt="a </reasoning>")),
+        (sft_train, "--num_steps 3", "--seed 1", dict(num_steps=3, num_epochs=None)),
+        (grpo_eval, "--dataset arithmetic --seed 3", "--limit 5", dict(limit=5, seed=3)),
+        (grpo_eval, "--dataset arithmetic", "--ask hi", dict(ask="hi")),
+    ],
+)
+def test_the_run_config_of_a_run_is_a_config(script, flags, then, expected, tmp_path):
+    """It was refused for its `versions`, and for settings that it holds although they have no effect."""
+    (tmp_path / "f.py").write_text("def f(completions, **kwargs):\n    return [0.0]\n")
+    (tmp_path / "words.txt").write_text("a </reasoning>")
+    flags = flags.replace("FILE", f"{tmp_path}/f.py").replace("WORDS", f"{tmp_path}/words.txt")
+    saved = resolved(parsed(script, flags)) | {"answerer": "x"}
+    config = parsed(script, then, yaml.safe_dump(saved, sort_keys=False), tmp_path)
+    assert {name: getattr(config, name) for name in expected} == expected
+    only_settings = {name: saved[name] for name in script.Config.__dataclass_fields__}
+    assert parsed(script, then, yaml.safe_dump(only_settings), tmp_path) == config
+
+
+@pytest.mark.parametrize("script", [grpo_train, sft_train, grpo_eval])
+def test_no_hint_names_a_setting_that_the_script_lacks(script):
+    """`grpo_eval.py --use_peft` was told of --lora_r."""
+    everywhere = {f for s in (grpo_train, sft_train, grpo_eval) for f in s.Config.__dataclass_fields__}
+    lacking = everywhere - set(script.Config.__dataclass_fields__)
+    lacking = {name for name in lacking if "_" in name} | {f"--{name}" for name in lacking}
+    for name in REFUSED.keys() - set(script.Config.__dataclass_fields__):
+        with pytest.raises(grpo_train.SettingError) as error:
+            parse_config(script.Config, [f"--{name}"])
+        told = str(error.value).partition(": ")[2]
+        assert not set(re.findall(r"(?:--)?\w+", told)) & lacking, told

@@ -10,11 +10,11 @@ import yaml
 import grpo_eval
 import grpo_train
 from decoding.rollout import Completion
-from errors import SettingError
+from errors import DataError, SettingError
 from running.parsing import parse_config
 from sft_train import warm_start_settings
 from small_recipes import config_of
-from solver import load_solver, readable, solve
+from solver import load_solver, read_questions, readable, solve
 
 
 def test_a_solver_answers_one_question_and_many(recipe_run, tmp_path, capsys):
@@ -89,3 +89,66 @@ def test_a_solution_is_told_apart_into_reasoning_and_answer(recipe_run, monkeypa
     found = solve("What is 3*4?", solver)
     assert (found.reasoning, found.answer, found.finished) == ("3*4", "12", False)
     assert readable(found) == "3*4\n\nAnswer: 12"
+
+
+CHAT = [
+    {"role": "system", "content": "Be short, </reasoning>."},
+    {"role": "user", "content": "What is 3 halves?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("q.txt", "\ufeffOne\u2028and a half\r\n\r\nTwo\n", ["One\u2028and a half", "Two"]),
+        (
+            "q.jsonl",
+            '\ufeff{"question": "One\u2028and a half"}\n\n{"prompt": "Two"}\n',
+            ["One\u2028and a half", "Two"],
+        ),
+        ("q.csv", "id,problem\n1,One\n2,Two\n", ["One", "Two"]),
+        ("q.json", '[{"question": "One"}, {"question": 2}]', ["One", "2"]),
+    ],
+)
+def test_a_file_of_questions_is_read_as_data_is(name, text, expected, tmp_path):
+    """A line with U+2028 became two questions, a BOM was asked, and so was the header of a CSV."""
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    assert [problem.question for problem in read_questions(tmp_path / name)] == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"answer": 1}', '["a"]', '{"question": " "}', '{"prompt": [{"role": "system", "content": "a"}]}'],
+)
+def test_a_row_without_a_question_is_named_with_its_line(text, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "One"}\n' + text)
+    with pytest.raises(DataError, match=r"q\.jsonl line 2: "):
+        read_questions(tmp_path / "q.jsonl")
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_questions_asked_by_messages_are_asked_and_kept_as_messages(
+    column, recipe_run, tmp_path, monkeypatch
+):
+    (tmp_path / "q.jsonl").write_text(json.dumps({column: CHAT}))
+    flags = f"--model {recipe_run} --questions {tmp_path / 'q.jsonl'} --save_jsonl {tmp_path / 'out.jsonl'}"
+    config = parse_config(grpo_eval.Config, [*flags.split(), "--max_completion_length", "4"])
+    asked, solver = [], load_solver(str(recipe_run), max_completion_length=4)
+    real = solver.decoder.complete
+    monkeypatch.setattr(solver.decoder, "complete", lambda ids, *rest: asked.extend(ids) or real(ids, *rest))
+    monkeypatch.setattr(grpo_eval, "load_solver", lambda *args, **kwargs: solver)
+    grpo_eval.answer(config)
+    assert solver.decoder.tokenizer.decode(asked[0]).count("Be short, </reasoning>.") == 1
+    assert json.loads((tmp_path / "out.jsonl").read_text())["prompt"] == CHAT
+
+
+def test_a_model_of_one_file_is_asked_though_it_is_not_evaluated_on_it(recipe_run, tmp_path):
+    """`--ask` was refused for the data set that it does not read."""
+    shutil.copytree(recipe_run, tmp_path / "model")
+    (tmp_path / "d.jsonl").write_text('{"question": "One", "answer": "1"}')
+    settings = yaml.safe_load((tmp_path / "model" / "run_config.yaml").read_text())
+    settings |= {"dataset": str(tmp_path / "d.jsonl")}
+    (tmp_path / "model" / "run_config.yaml").write_text(yaml.safe_dump(settings))
+    assert grpo_eval.Config(model=str(tmp_path / "model"), ask="One").ask == "One"
+    with pytest.raises(SettingError, match="is the one file this model was trained on"):
+        grpo_eval.Config(model=str(tmp_path / "model"))

@@ -45,6 +45,7 @@ def log_records(data):
             whole = b""
 
 
+@pytest.mark.slow
 @missing("wandb")
 def test_wandb_offline_gets_the_metrics_over_their_own_step(recipe_start, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
