@@ -77,7 +77,9 @@ class Config(TrainConfig):
         None, "train on the first N responses that are left; all: on every one", none_words=("all",)
     )
     eval_problems: int = setting(
-        0, "held-out problems, cut from the training split by hash; 0: none", inherited=True
+        0,
+        "held-out problems, cut by hash from those of the training split that have an answer; 0: none",
+        inherited=True,
     )
     eval_every: int = setting(
         0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never", resume="free"

@@ -318,11 +318,27 @@ def families():
     return f"{table(['shape', 'outcome'], rows)}\n\n{len(rows)} shapes: {counts}. `{where(result)}`."
 
 
+def coverage():
+    """How often the intervals of an evaluation hold the truth, by measure and number of questions."""
+    cases, result = values("coverage")
+    rows, tests = {}, []
+    for case, m in cases.items():
+        if "false_positives" in m:
+            tests.append(f"{case}: {m['false_positives']:.1%}")
+            continue
+        measure, questions = case.rsplit(", ", 1)
+        cells = rows.setdefault(measure, {})
+        cells[questions] = f"{m['coverage_min']:.3f} / {m['coverage_mean']:.3f}"
+    columns = list(next(iter(rows.values())))
+    lines = [[measure, *(cells.get(column, "") for column in columns)] for measure, cells in rows.items()]
+    return f"{table(['interval', *columns], lines)}\n\n{'; '.join(tests)}. `{where(result)}`."
+
+
 TABLES = {
     make.__name__: make
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, scoring, suite),
-        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families),
+        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families, coverage),
     )
 }
 

@@ -134,11 +134,11 @@ def compare_two(a, b):
     interval = percentiles(draws)
     gained, lost = int((gaps > 0).sum()), int((gaps < 0).sum())
     smallest = smallest_difference(float(np.mean(gaps**2)), len(gaps))
-    smallest = max(smallest, float(np.ptp(interval)) / 2)  # what lies within the interval does not show
     of_seeds = {}
     if len(left) > 1 or len(right) > 1:
         test, of_seeds, error = _over_seeds(a, b, gaps)
         p = error.p(difference, interval)
+        smallest = max(smallest, float(np.ptp(interval)) / 2)  # what lies within the interval does not show
         interval = np.clip(error.interval(difference, interval), -1, 1)
         smallest = error.smallest_difference(smallest)
     elif np.isin(left, (0, 1)).all() and np.isin(right, (0, 1)).all():

@@ -24,6 +24,7 @@ from errors import DataError, SettingError
 from reporting import evaluation
 from reporting.evaluation import skipped_record, summarise, told
 from reporting.statistics import over_questions
+from rewards import math_equal
 from running.folder import save_model
 from small_models import build_model
 
@@ -101,6 +102,27 @@ def test_the_json_line_is_for_pipes_and_for_those_who_ask(is_terminal, asked, pr
     monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(is_terminal), raising=False)
     grpo_eval.print_json({"a": 1}, grpo_eval.Config(model="m", json=bool(asked)))
     assert capsys.readouterr().out == ('{"a": 1}\n' if printed else "")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_votes_are_by_meaning_where_grading_is(saved, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        grpo_eval, "summarise", lambda *records, equal: given.append(equal) or summarise(*records)
+    )
+    for grading in ("math", "number"):
+        evaluate(saved, grading, grading=grading)
+    assert given == [math_equal, None]
+
+
+def test_a_report_says_what_a_model_was_trained_with_as_far_as_seeds_are_pairs(tmp_path):
+    assert grpo_eval.trained_with(str(tmp_path)) == {}, "nobody knows"
+    settings = "seed: 3\nmodel: m\nwarm_start: none\nm3po_lambda: 0.1\nbatch_size: 7\nnum_generations: 4\n"
+    (tmp_path / "run_config.yaml").write_text(settings)
+    trained = grpo_eval.trained_with(str(tmp_path))["trained"]
+    assert (trained["seed"], trained["model"], trained["batch_size"]) == (3, "m", 7)
+    (tmp_path / "run_config.yaml").write_text(settings.replace("0.1", "0").replace("seed: 3", "seed: 4"))
+    assert grpo_eval.trained_with(str(tmp_path))["trained"] == trained | {"seed": 4}, "the method may differ"
 
 
 def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):

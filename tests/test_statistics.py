@@ -340,8 +340,8 @@ def test_a_vote_does_not_depend_on_the_order_of_the_samples_and_asks_seldom():
 
     def equal(left, right):
         asked.append((left, right))
-        # 0.5 is the only one that is seen to be both others
-        return {left, right} in ({"0.5", r"\frac{1}{2}"}, {"0.5", r"\dfrac{1}{2}"})
+        # only the \dfrac is seen to be both others
+        return {left, right} in ({r"\dfrac{1}{2}", r"\frac{1}{2}"}, {"0.5", r"\dfrac{1}{2}"})
 
     samples = [(r"\frac{1}{2}", 0.0), (r"\dfrac{1}{2}", 0.0), ("0.5", 0.0), ("7", 1.0), ("7", 1.0)]
     for order in itertools.permutations(samples):
@@ -356,11 +356,9 @@ def test_a_vote_does_not_depend_on_the_order_of_the_samples_and_asks_seldom():
 
 
 def test_sampled_statistics_hand_the_predicate_to_the_votes():
-    answers = [r"\frac{1}{2}", "0.5", "3", "3", r"\dfrac{1}{2}", "3"]
-    record = graded_record([1.0, 1.0, 0.0, 0.0, 1.0, 0.0], answers)
-    assert sampled_statistics([record], equal_halves)["maj@6"][0] == 1.0
-    wrong = graded_record([0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [*answers[:5], "0.5"])
-    assert sampled_statistics([wrong], equal_halves)["maj@6"][0] == 0.0
+    record = graded_record([1.0, 1.0, 0.0, 0.0, 0.0], ["3", "3", r"\frac{1}{2}", "0.5", r"\dfrac{1}{2}"])
+    assert sampled_statistics([record], equal_halves)["maj@5"][0] == 0.0
+    assert sampled_statistics([record])["maj@5"][0] == 1.0
 
 
 def test_an_undecided_answer_is_not_right_in_any_number():
@@ -641,6 +639,16 @@ def test_a_run_without_an_evaluation_yet_is_drawn_beside_others(tmp_path):
     older = [{"step": 1, "eval_accuracy_before": 0.2}, {"step": 2, "eval_accuracy": 0.5, "eval_questions": 9}]
     plots.draw({"young": young, "older": older}, tmp_path)
     assert ">young<" in (tmp_path / "curves.svg").read_text()
+
+
+def test_undecided_answers_are_drawn_apart():
+    """A bar of their own, and only where there are any."""
+    graded = graded_record([1.0, 0.0, None, 0.0], ["1", "2", "3", None])
+    record = {**graded, "length": [1] * 4, "stop_condition": ["eos"] * 4}
+    counts = {name: len(rows) for name, rows in plots._outcomes([record]).items()}
+    assert counts == {"right": 1, "wrong": 1, "no answer": 1, "undecided": 1}
+    record = {**graded_record([1.0], ["1"]), "length": [1], "stop_condition": ["eos"]}
+    assert "undecided" not in plots._outcomes([record])
 
 
 def test_a_comparison_is_drawn_with_its_sides_and_differences(tmp_path):
