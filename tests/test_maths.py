@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,7 +140,16 @@ def test_what_would_take_for_ever_is_not_equal_and_its_child_is_given_its_time_o
     assert not list(tmp_path.iterdir())
 
 
-def test_a_big_power_is_left_alone(questions):
+def test_a_big_power_is_left_alone(monkeypatch):
+    """On a clock that only the child's time moves: on a busy machine the time to ask was less than 0.2 s."""
+    clock, questions = [0.0], []
+
+    def take_the_whole_time(child, timeout, question):
+        questions.append(timeout)
+        clock[0] += timeout
+
+    monkeypatch.setattr(judge, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(judge._Child, "_ask", take_the_whole_time)
     assert not math_equal("9^{9^9}", "42+x", timeout=0.2)
     assert questions == [0.2]
 
