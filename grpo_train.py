@@ -634,7 +634,7 @@ def rollout_metrics(run, sampled, right, rewards):
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {
-        "correct": [float(bool(r)) for r in right],
+        "correct": [float(bool(r)) for r in right],  # undecided is not right
         "undecided": [float(r is None) for r in right],
         "length": sampled.rollout.lengths.tolist(),
         "truncated": (~sampled.rollout.ended).float().tolist(),

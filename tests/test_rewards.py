@@ -420,6 +420,11 @@ def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
     assert parts == {"a": [1.0, None, None], "b": [1.0, 0.5, None]}
 
 
+def test_what_a_grader_does_not_decide_is_neither_right_nor_wrong(monkeypatch):
+    monkeypatch.setattr("rewards.correctness_reward", lambda *given: [2.0, None, 0.0])
+    assert right_answers(["a", "b", "c"], ["a"] * 3) == [True, None, False]
+
+
 def test_the_same_number_in_other_characters_is_right():
     assert right_answers(["<answer>7.0</answer>", "<answer>7</answer>", "<answer>8</answer>"], ["7"] * 3) == [
         True,
