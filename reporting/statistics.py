@@ -1,9 +1,7 @@
 """Statistics of evaluations: intervals, pass@k, maj@k, paired tests, tests over seeds."""
 
-import itertools
 import math
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -156,8 +154,7 @@ def sampled_statistics(records, equal=None):
     """
     scores = [scores_of(r) for r in records]
     answers = [r["filtered_resps"]["strict-match"] for r in records]
-    with ThreadPoolExecutor() as threads:  # a grading by meaning has a child process for each core
-        voted = list(threads.map(votes, answers, scores, itertools.repeat(equal)))
+    voted = [votes(*row, equal) for row in zip(answers, scores, strict=True)]
     n = len(scores[0])
     ks = sorted({2**i for i in range(n.bit_length())} | {n})
     report = {}
