@@ -90,7 +90,12 @@ class Config(TrainConfig):
     mu: int = setting(
         1, "optimiser steps a rollout; with 1 the ratio is always 1 and nothing is clipped", in_card=True
     )
-    beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference", in_card=True)
+    beta: float = setting(
+        0.04,
+        "weight of the KL to the reference; 0 loads no reference, and then the update leaves completions out "
+        "whose advantage is 0 (with a KL they count)",
+        in_card=True,
+    )
     epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon", in_card=True)
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
     loss_type: str = setting(
@@ -540,26 +545,33 @@ def update(learner, rollout, advantages, config):
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
     count, kept = torch.tensor(len(mask), device=mask.device), mask.any(-1)
-    signals = (kept & (advantages != 0)).sum()
-    sums = learner.sum_over_processes(count, kept.sum(), mask.sum(), signals)
-    num_sequences, num_kept, num_tokens, num_signals = sums
-    masked = {}
+    has_signal = kept & (advantages != 0)
+    # Without a KL, a row whose advantage is 0 adds nothing to any gradient.
+    scored = has_signal if config.beta == 0 else torch.ones_like(kept)
+    tokens_scored = (mask & scored[:, None]).sum()
+    sums = [count, kept.sum(), mask.sum(), has_signal.sum(), scored.sum(), tokens_scored]
+    num_sequences, num_kept, num_tokens, num_signals, num_scored, num_tokens_scored = (
+        learner.sum_over_processes(*sums)
+    )
+    masked = {"scored_completions": int(num_scored)}
     if config.mask_truncated_completions:
-        masked = {"masked_completions": int(num_sequences - num_kept)}
+        masked["masked_completions"] = int(num_sequences - num_kept)
     # Adam's momentum alone would move the weights
     if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
             learner.schedule.step()
+        masked["scored_completions"] = 0
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
         return {"skipped": reason, "grad_norm": 0.0, **masked}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
 
+    rows = scored.nonzero().flatten().tolist()
     sums, norms, skipped = {}, [], {}
     for iteration in range(config.mu):
         loss_of_rows = partial(rows_loss, learner, inputs, config, iteration == 0)
-        losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows), strict=True)
+        losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows, rows), strict=True)
         if iteration == 0:
             largest_difference = max(float(row_sum.pop("logp_diff_max")) for row_sum in row_sums)
         has_stepped, norm = learner.step(losses)  # clips; no step where a loss or the norm is not finite
@@ -573,8 +585,9 @@ def update(learner, rollout, advantages, config):
     loss, logp_diff = totals.pop("loss"), totals.pop("logp_diff")
     return {
         "loss": loss / config.mu,
-        **{name: total / (config.mu * num_tokens) for name, total in totals.items()},
-        "logp_diff": logp_diff / num_tokens,  # of the first pass, which the sampler's log-probs belong to
+        **{name: total / (config.mu * num_tokens_scored) for name, total in totals.items()},
+        "logp_diff": logp_diff
+        / num_tokens_scored,  # of the first pass, which the sampler's log-probs belong to
         "logp_diff_max": max_over_processes(largest_difference),
         "grad_norm": statistics.fmean(norms),
         **masked,

@@ -31,9 +31,9 @@ class Learner:
     budget: TokenBudget
     max_grad_norm: float
 
-    def accumulate_gradients(self, rollout, loss_of_rows):
+    def accumulate_gradients(self, rollout, loss_of_rows, rows=None):
         """Gradients of loss_of_rows(rows) -> (loss, sums) over micro-batches that fit into memory; returns
-        its results.
+        its results, at least one. Only `rows` of the rollout count, by default all.
 
         The loss is a sum over the global batch: DDP averages gradients, so it is multiplied by the number of
         processes.
@@ -42,9 +42,9 @@ class Learner:
         def one_batch(rows, counts):
             loss, sums = loss_of_rows(rows)
             (loss * (counts * self.accelerator.num_processes)).backward()
-            return loss.detach(), sums
+            return loss.detach() * counts, {name: value * counts for name, value in sums.items()}
 
-        return within_memory(self.accelerator, self.scorer, rollout, self.budget, one_batch)
+        return within_memory(self.accelerator, self.scorer, rollout, self.budget, one_batch, rows)
 
     def step(self, losses):
         """Clip the gradients, then step; returns (whether it stepped, gradient norm before clipping).

@@ -84,6 +84,32 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
     assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-5
 
 
+PAYS_SOME = """
+def pays(completions, answer, **kwargs):
+    # no signal for half of the problems: now and then for none, or for all, of a process
+    return [0.0 if int(a) % 2 else float(len(c[0]["content"]) % 5) for a, c in zip(answer, completions)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["false", "true"])
+def test_a_process_without_a_row_that_counts_keeps_step(fsdp, warm, tmp_path):
+    """Without a KL such rows are left out, and DDP waits for every process's backward."""
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    flags = f"--batch_size 2 --beta 0 --mu 2 --reward {tmp_path}/pays.py:pays --cpu_threads 1 --num_steps 6 "
+    flags += "--max_completion_length 24 --micro_batch_tokens 100 --seed 3"
+    for name, processes in (("one", None), ("many", 2)):
+        start = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / name} {flags}"
+        more = ["--fsdp", fsdp] if processes else []
+        done = command("grpo_train.py", *start.split(), *more, nproc=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, many = (lines(tmp_path / name / "metrics.jsonl") for name in ("one", "many"))
+    assert any(0 < m["scored_completions"] <= 4 for m in many), "in some step one process has none"
+    for a, b in zip(one, many, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "logp_diff", "scored_completions"):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.slow
 def test_a_supervised_run_of_two_processes_is_that_of_one(warm, tmp_path):
     """I3: the loss is a mean over the tokens of all processes, here of seven rows in uneven micro-batches."""
