@@ -149,6 +149,20 @@ def gsm8k_h100():
     return "\n\n".join([table(header, rows), " ".join([note, *texts])])
 
 
+def learning_rates():
+    """Mean of 8 samples by learning rate, with M3PO and without: the mean over the seeds, and each."""
+    cases, result = values("learning_rates")
+    rows = []
+    for case, m in cases.items():
+        arm, _, rate = case.partition("_")
+        each = [number(value) for metric, value in m.items() if metric.startswith("mean8_")]
+        label = {"grpo": "GRPO", "m3po": "GRPO with M3PO"}.get(arm, "the supervised start")
+        rows.append([label, f"{float(rate):g}" if rate else "", number(m["mean8"]), ", ".join(each)])
+    header = ["run", "learning rate", "mean accuracy of 8 samples", "each seed"]
+    note = f"{result['questions']} held-out training questions, {result['recipe']['num_steps']} steps"
+    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
+
+
 def _difference(m, kind):
     if f"{kind}_difference" not in m:
         return ""
@@ -321,7 +335,7 @@ def families():
 TABLES = {
     make.__name__: make
     for make in (
-        *(learned, peers, rungs, tiny_job, gsm8k_h100, scoring, suite),
+        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, suite),
         *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families),
     )
 }
