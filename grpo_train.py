@@ -254,9 +254,7 @@ def train(config, reward_functions=None, problems=None):
     if problems is not None and config.warm_start != "none":
         remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
         raise SettingError("warm_start", config.warm_start, remedy)
-    with Run(
-        config, SHOWN
-    ) as run:  # processes and signals; one that is told to stop writes a checkpoint first
+    with Run(config, SHOWN) as run:  # processes and signals; one that is told to stop writes a checkpoint
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         with together():  # where one process cannot load them, all end with its line
@@ -541,13 +539,10 @@ def update(learner, rollout, advantages, config):
 
     Neither micro-batches nor the number of processes change gradients: normalisers are of the whole batch.
     """
-    mask = rollout.mask
-    if config.mask_truncated_completions:
-        mask = mask & rollout.ended[:, None]
+    _, _, scored = rows_that_count(rollout, advantages, config)
+    rollout, advantages = learner.share_evenly(rollout, advantages, scored)
+    mask, has_signal, scored = rows_that_count(rollout, advantages, config)
     count, kept = torch.tensor(len(mask), device=mask.device), mask.any(-1)
-    has_signal = kept & (advantages != 0)
-    # Without a KL, a row whose advantage is 0 adds nothing to any gradient.
-    scored = has_signal if config.beta == 0 else torch.ones_like(kept)
     tokens_scored = (mask & scored[:, None]).sum()
     sums = [count, kept.sum(), mask.sum(), has_signal.sum(), scored.sum(), tokens_scored]
     num_sequences, num_kept, num_tokens, num_signals, num_scored, num_tokens_scored = (
@@ -593,6 +588,16 @@ def update(learner, rollout, advantages, config):
         **masked,
         **skipped,
     }
+
+
+def rows_that_count(rollout, advantages, config):
+    """The tokens that count in the loss (N, T), the rows that pull (N,), and those that are computed (N,)."""
+    mask = rollout.mask
+    if config.mask_truncated_completions:
+        mask = mask & rollout.ended[:, None]
+    has_signal = mask.any(-1) & (advantages != 0)
+    # Without a KL, a row whose advantage is 0 adds nothing to any gradient.
+    return mask, has_signal, has_signal if config.beta == 0 else torch.ones_like(has_signal)
 
 
 def rows_loss(learner, inputs, config, is_first_pass, rows):
