@@ -4,9 +4,10 @@
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
     python grpo_eval.py --ask "A pen costs 3 dollars. How much do 14 pens cost?"
 
-Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png; the last line it prints is the report
-as one JSON object. Until the report is there the folder holds the answers so far, a line a question, and the
-same command with the same --name goes on from them.
+Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png, and prints a table. With --json, or
+where it prints into a pipe or a file, the last line is the report as one JSON object. Until the report is
+there the folder holds the answers so far, a line a question, and the same command with the same --name goes
+on from them.
 """
 
 from errors import end_on_interrupt
@@ -19,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from dataclasses import dataclass
@@ -50,11 +52,11 @@ from problems.prompts import (
     template_kwargs,
 )
 from problems.sources import COLUMNS, EXTRA
-from reporting.comparison import Side, compare, compare_two
-from reporting.evaluation import forget_answers, summarise, told, write_evaluation
+from reporting.comparison import Side, compare, compare_two, write_comparison
+from reporting.evaluation import forget_answers, skipped_record, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
-from rewards import combined_reward, right_answers
+from rewards import combined_reward, equal_by_meaning, right_answers
 from running.folder import lock_folder
 from running.launching import (
     end_with_parent,
@@ -67,6 +69,11 @@ from running.launching import (
 from running.parsing import run_main
 from running.settings import check, check_one_of, check_prompting, free_on_resume, resolved, setting
 from solver import load_solver, read_questions, readable, solve, training_row
+
+TRAINED_WITH = (
+    "seed model warm_start dataset split limit eval_problems batch_size num_generations max_prompt_length "
+    "max_completion_length"
+).split()
 
 
 def from_training(default, text, **roles):
@@ -125,7 +132,7 @@ class Config:
     )
     max_prompt_length: int | None = from_training(
         512,
-        "longer prompts are skipped and counted; they count as wrong",
+        "longer prompts are skipped and counted; they count as not right in every number",
         idle_beside=(*ASIDE, "api"),
     )
     max_completion_length: int | None = from_training(
@@ -147,12 +154,16 @@ class Config:
     )
     compare: list[str] | None = setting(
         None,
-        "compare evaluations instead: folders of this script, the first against the others; "
-        "a,b: seeds of one side",
+        "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of "
+        "one side, paired with those of the other where they share start, order and draws",
         instead_of=("ask", "questions"),
     )
     num_samples: int = setting(
-        1, "answers a question, with a temperature above 0", goes_with="temperature", idle_beside=ASIDE
+        1,
+        "answers a question, with a temperature above 0; reports pass@k, maj@k (votes by meaning where "
+        "grading is math; of answers with as many votes the one given first wins) and mean@k",
+        goes_with="temperature",
+        idle_beside=ASIDE,
     )
     api: str | None = changes_no_answer(
         None,
@@ -214,7 +225,13 @@ class Config:
     )
     name: str | None = changes_no_answer(
         None,
-        "name of that folder (default: model, data set, split, time and six more letters)",
+        "name of that folder (default: model, data set, split, time and six more letters), or of a "
+        "comparison's files there (default: compare, compare-2, ...); nothing is overwritten",
+        idle_beside=("ask", "questions"),
+    )
+    json: bool = changes_no_answer(
+        False,
+        "also print the report as one JSON object in the last line; into a pipe or a file it always is",
         idle_beside=("ask", "questions"),
     )
     num_processes: int | None = changes_no_answer(
@@ -313,18 +330,29 @@ def read_problems(config):
     return problems
 
 
+def trained_with(model):
+    """What the seeds of two methods share if they are pairs: start, order of the problems and draws.
+
+    {"trained": settings}; empty where the model says nothing of a training.
+    """
+    trained = read_run_config(model)
+    return {"trained": {name: trained.get(name) for name in TRAINED_WITH}} if "seed" in trained else {}
+
+
 class LocalModel:
-    """A model loaded here from `start`, and the questions as it is asked them.
+    """A model loaded here from `start`, and the questions as it is asked them; `skipped` are too long for it.
 
     `identity` tells whether an interrupted evaluation goes on with the same model.
     """
 
     def __init__(self, config, start, device):
         tokenizer = load_tokenizer(start, config.trust_remote_code)
-        self.config, self.report = config, {"model": config.model}
-        prompting, longest = Prompting.of(config), config.max_prompt_length
-        encoded = prompting.encode(tokenizer, read_problems(config), longest)
-        self.questions, self.skipped = encoded
+        self.config, self.report = config, {"model": config.model} | trained_with(config.model)
+        prompting, longest, problems = Prompting.of(config), config.max_prompt_length, read_problems(config)
+        self.questions, _ = prompting.encode(tokenizer, problems, longest)
+        asked = {id(question.problem) for question in self.questions}
+        skipped = [problem for problem in problems if id(problem) not in asked]
+        self.skipped = [prompting.encoded(tokenizer, problem) for problem in skipped]
         self.remarks = prompting.remarks(tokenizer, self.questions)
         dtype = rollout_dtype(config)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
@@ -373,7 +401,7 @@ class ServerModel:
     With prompt_format raw it gets the prompt as text.
     """
 
-    skipped, remarks = 0, ()
+    skipped, remarks = (), ()
 
     def __init__(self, config):
         problems = read_problems(config)
@@ -511,21 +539,24 @@ def answer_all(kind, asked, accelerator, ask):
 
 
 def grade(questions, answers, answer_format, grading="number", by=None):
-    """One record a question, with lm-evaluation-harness's names; answers: a list of Answers a question."""
+    """One record a question, with lm-evaluation-harness's names; answers: a list of Answers a question.
+
+    A grade is 1.0, 0.0, or None where the grader did not decide.
+    """
     texts = [answer.text for row in answers for answer in row]
     references = [q.problem.answer for q, row in zip(questions, answers, strict=True) for _ in row]
     right = iter(right_answers(texts, references, answer_format, grading))
     records = []
     for question, row in zip(questions, answers, strict=True):
-        strict = [float(next(right)) for _ in row]
+        verdicts = [next(right) for _ in row]
+        strict = [None if verdict is None else float(verdict) for verdict in verdicts]
         records.append(record_of(question, row, strict, answer_format, by or ()))
     return records
 
 
-def record_of(question, answers, strict, answer_format, by):
-    """The record of one question; strict: 1.0 for each answer that is right in the format, else 0.0."""
-    problem, texts = question.problem, [answer.text for answer in answers]
-    target, last_numbers = parse_number(problem.answer), [last_number(text) for text in texts]
+def asked_of(question, by):
+    """What a record says of its question."""
+    problem = question.problem
     return {
         "doc_id": problem.id,
         "prompt_hash": prompt_hash(question),
@@ -534,6 +565,15 @@ def record_of(question, answers, strict, answer_format, by):
         "subject": problem.subject,
         "level": problem.level,
         "by": {name: problem.more.get(name) for name in by},
+    }
+
+
+def record_of(question, answers, strict, answer_format, by):
+    """The record of one question; strict: the grades of its answers in the format."""
+    problem, texts = question.problem, [answer.text for answer in answers]
+    target, last_numbers = parse_number(problem.answer), [last_number(text) for text in texts]
+    return asked_of(question, by) | {
+        "skipped": False,
         "resps": texts,
         "filtered_resps": {
             "strict-match": [extract_answer(text, answer_format) for text in texts],
@@ -588,17 +628,21 @@ def evaluate_locked(config, asked, accelerator):
         answers["samples_m3po"] = answer_all("answers_m3po", asked, accelerator, asked.ask_interacting)
     seconds = round(time.perf_counter() - started, 2)
     format_and_grading = (config.answer_format, config.grading, config.by)
-    records = {name: grade(asked.questions, rows, *format_and_grading) for name, rows in answers.items()}
+    skipped = [skipped_record(config.num_samples) | asked_of(p, config.by or ()) for p in asked.skipped]
+    records = {
+        name: grade(asked.questions, rows, *format_and_grading) + skipped for name, rows in answers.items()
+    }
+    equal = equal_by_meaning(config.grading)
     report = {
         **asked.report,
         **{name: getattr(config, name) for name in ("dataset", "split", "answer_format")},
-        **summarise(records["samples"], asked.skipped),
+        **summarise(records["samples"], equal=equal),
         "seconds": seconds,
     }
     if config.m3po:
         sides = Side("single paths", [records["samples"]]), Side("interacting", [records["samples_m3po"]])
         against, _ = compare_two(*sides)
-        report["m3po"] = summarise(records["samples_m3po"], asked.skipped) | {"against_single_paths": against}
+        report["m3po"] = summarise(records["samples_m3po"], equal=equal) | {"against_single_paths": against}
     with together():
         if accelerator.is_main_process:
             write_evaluation(asked.folder, report, records)
@@ -657,14 +701,22 @@ def question_column(problem, config):
 
 
 def compare_evaluations(config):
-    """`--compare`: print what changed, and draw it."""
+    """`--compare`: print what changed, keep it and draw it."""
     text, results = compare(config.compare)
-    print(text)
-    folder, name = Path(config.output_dir), config.name or "compare"
+    folder = Path(config.output_dir)
     make_folder(folder)
+    name = write_comparison(results, folder, config.name)
+    print(text)
     or_warn(draw_comparison, results, folder, name)
+    print(f"kept in {folder / name}.json")
     print(f"drawn in {folder / name}.svg and .png")
-    print(json.dumps(results))
+    print_json(results, config)
+
+
+def print_json(found, config):
+    """The last line, as one JSON object: where it is asked for, or no person reads."""
+    if config.json or not sys.stdout.isatty():
+        print(json.dumps(found))
 
 
 def main():
@@ -679,6 +731,7 @@ def main():
         report, folder = evaluate(config)
         if int(os.environ.get("RANK", 0)) == 0:
             print("\n".join(told(report, folder)))
+            print_json(report, config)
 
 
 if __name__ == "__main__":

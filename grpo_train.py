@@ -90,7 +90,12 @@ class Config(TrainConfig):
     mu: int = setting(
         1, "optimiser steps a rollout; with 1 the ratio is always 1 and nothing is clipped", in_card=True
     )
-    beta: float = setting(0.04, "weight of the KL to the reference; 0 loads no reference", in_card=True)
+    beta: float = setting(
+        0.04,
+        "weight of the KL to the reference; 0 loads no reference, and then the update leaves completions out "
+        "whose advantage is 0 (with a KL they count)",
+        in_card=True,
+    )
     epsilon: float = setting(0.1, "the ratio is clipped below at 1 - epsilon", in_card=True)
     epsilon_high: float | None = setting(None, "and above at 1 + epsilon_high (default: epsilon)")
     loss_type: str = setting(
@@ -249,9 +254,7 @@ def train(config, reward_functions=None, problems=None):
     if problems is not None and config.warm_start != "none":
         remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
         raise SettingError("warm_start", config.warm_start, remedy)
-    with Run(
-        config, SHOWN
-    ) as run:  # processes and signals; one that is told to stop writes a checkpoint first
+    with Run(config, SHOWN) as run:  # processes and signals; one that is told to stop writes a checkpoint
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         with together():  # where one process cannot load them, all end with its line
@@ -536,30 +539,34 @@ def update(learner, rollout, advantages, config):
 
     Neither micro-batches nor the number of processes change gradients: normalisers are of the whole batch.
     """
-    mask = rollout.mask
-    if config.mask_truncated_completions:
-        mask = mask & rollout.ended[:, None]
+    _, _, scored = rows_that_count(rollout, advantages, config)
+    rollout, advantages = learner.share_evenly(rollout, advantages, scored)
+    mask, has_signal, scored = rows_that_count(rollout, advantages, config)
     count, kept = torch.tensor(len(mask), device=mask.device), mask.any(-1)
-    signals = (kept & (advantages != 0)).sum()
-    sums = learner.sum_over_processes(count, kept.sum(), mask.sum(), signals)
-    num_sequences, num_kept, num_tokens, num_signals = sums
-    masked = {}
+    tokens_scored = (mask & scored[:, None]).sum()
+    sums = [count, kept.sum(), mask.sum(), has_signal.sum(), scored.sum(), tokens_scored]
+    num_sequences, num_kept, num_tokens, num_signals, num_scored, num_tokens_scored = (
+        learner.sum_over_processes(*sums)
+    )
+    masked = {"scored_completions": int(num_scored)}
     if config.mask_truncated_completions:
-        masked = {"masked_completions": int(num_sequences - num_kept)}
+        masked["masked_completions"] = int(num_sequences - num_kept)
     # Adam's momentum alone would move the weights
     if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
             learner.schedule.step()
+        masked["scored_completions"] = 0
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
         return {"skipped": reason, "grad_norm": 0.0, **masked}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
 
+    rows = scored.nonzero().flatten().tolist()
     sums, norms, skipped = {}, [], {}
     for iteration in range(config.mu):
         loss_of_rows = partial(rows_loss, learner, inputs, config, iteration == 0)
-        losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows), strict=True)
+        losses, row_sums = zip(*learner.accumulate_gradients(rollout, loss_of_rows, rows), strict=True)
         if iteration == 0:
             largest_difference = max(float(row_sum.pop("logp_diff_max")) for row_sum in row_sums)
         has_stepped, norm = learner.step(losses)  # clips; no step where a loss or the norm is not finite
@@ -573,13 +580,24 @@ def update(learner, rollout, advantages, config):
     loss, logp_diff = totals.pop("loss"), totals.pop("logp_diff")
     return {
         "loss": loss / config.mu,
-        **{name: total / (config.mu * num_tokens) for name, total in totals.items()},
-        "logp_diff": logp_diff / num_tokens,  # of the first pass, which the sampler's log-probs belong to
+        **{name: total / (config.mu * num_tokens_scored) for name, total in totals.items()},
+        "logp_diff": logp_diff
+        / num_tokens_scored,  # of the first pass, which the sampler's log-probs belong to
         "logp_diff_max": max_over_processes(largest_difference),
         "grad_norm": statistics.fmean(norms),
         **masked,
         **skipped,
     }
+
+
+def rows_that_count(rollout, advantages, config):
+    """The tokens that count in the loss (N, T), the rows that pull (N,), and those that are computed (N,)."""
+    mask = rollout.mask
+    if config.mask_truncated_completions:
+        mask = mask & rollout.ended[:, None]
+    has_signal = mask.any(-1) & (advantages != 0)
+    # Without a KL, a row whose advantage is 0 adds nothing to any gradient.
+    return mask, has_signal, has_signal if config.beta == 0 else torch.ones_like(has_signal)
 
 
 def rows_loss(learner, inputs, config, is_first_pass, rows):
@@ -634,7 +652,7 @@ def rollout_metrics(run, sampled, right, rewards):
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {
-        "correct": [float(bool(r)) for r in right],
+        "correct": [float(bool(r)) for r in right],  # undecided is not right
         "undecided": [float(r is None) for r in right],
         "length": sampled.rollout.lengths.tolist(),
         "truncated": (~sampled.rollout.ended).float().tolist(),

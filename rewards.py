@@ -117,12 +117,18 @@ GRADINGS = ("number", "math")
 
 
 def right_answers(texts, answers, answer_format="xml", grading="number"):
-    """Whether each answer is right, as correctness_reward or math_reward has it, whatever it is paid: True,
-    False, or None where that is undecided (see `math_equal`).
+    """Whether each answer is right, as correctness_reward or math_reward has it, whatever it is paid.
+
+    None where the grader abstains: such an answer counts as not right, and is counted apart.
     """
     reward = math_reward if grading == "math" else correctness_reward
     values = reward(None, texts, answers, answer_format)
     return [None if value is None else value > 0 for value in values]
+
+
+def equal_by_meaning(grading):
+    """The predicate equal(a, b) -> True, False or None of a grading by meaning; None where there is none."""
+    return math_equal if grading == "math" else None
 
 
 def strict_correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):

@@ -77,7 +77,9 @@ class Config(TrainConfig):
         None, "train on the first N responses that are left; all: on every one", none_words=("all",)
     )
     eval_problems: int = setting(
-        0, "held-out problems, cut from the training split by hash; 0: none", inherited=True
+        0,
+        "held-out problems, cut by hash from those of the training split that have an answer; 0: none",
+        inherited=True,
     )
     eval_every: int = setting(
         0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never", resume="free"
@@ -164,7 +166,8 @@ def train(config, outer=None):
         inputs = inputs_of(run, problems, held_out, config.model, policy)
         run.open(learner, inputs, evaluate, total, total)
         if not run.is_finished:
-            used = f"{len(pairs)} of {len(problems)} problems, {skipped} prompts too long"
+            used = f"{len(pairs)} of {len(problems)} problems, {len(held_out)} held out, "
+            used += f"{skipped} prompts too long"
             run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
             for remark in Prompting.of(config).remarks(tokenizer, problems):
                 run.say(f"note: {remark}")

@@ -50,6 +50,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
 same, records = 0, [json.loads(line) for line in open(samples)]
+records = [record for record in records if not record.get("skipped")]
 for record in records:
     ids = tokenizer(record["prompt"], return_tensors="pt", add_special_tokens=False).to(model.device)
     made = model.generate(**ids, max_new_tokens=int(limit), do_sample=False)[0, ids.input_ids.shape[1]:]

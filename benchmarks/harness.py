@@ -110,6 +110,9 @@ def main():
         )
         report, ours = grpo_eval.evaluate(config)
         records = [json.loads(line) for line in (ours / "samples.jsonl").read_text().splitlines()]
+        records = [
+            record for record in records if not record["skipped"]
+        ]  # the harness would cut their prompts
         theirs = by_harness(args.model, records, args.length, folder)
     case, rows, same_text = f"{Path(args.model).name}-{Path(args.dataset).name}", [], 0
     for name in ("strict-match", "flexible-extract"):

@@ -132,7 +132,10 @@ def show_failing(name, pairs, failing):
 
 
 def as_mathematics(text):
-    return text if math_rules.DELIMITERS.search(text) else f"${text}$"
+    """A text in dollar signs, its full stop behind them; one that has delimiters of its own as it is."""
+    if math_rules.DELIMITERS.search(text):
+        return text
+    return f"${text.removesuffix('.')}${'.' * text.endswith('.')}"
 
 
 def peer_graders():
@@ -194,8 +197,9 @@ def main():
         failed += [{"case": name, **pair._asdict(), "verdict": verdict} for pair, verdict in failing[:30]]
     if args.peers:
         rows += measure_peers(cases, args.peers)
-    packages = {name: metadata.version(name) for name in ("math-verify", "sympy")}
-    write_results("math_grading", rows, graders=packages, failing=failed)
+    packages = ["math-verify", "sympy", *(["lm-eval"] if importlib.util.find_spec("lm_eval") else [])]
+    versions = {name: metadata.version(name) for name in packages}
+    write_results("math_grading", rows, graders=versions, failing=failed)
 
 
 if __name__ == "__main__":

@@ -257,10 +257,11 @@ def degrees(text):
 
 
 def currency(text):
-    # The sign of a currency is a unit.
+    # The sign of a currency is a unit, and has a name.
     if NUMBER.fullmatch(text):
         return one_of(text, rf"\${text}", rf"{text}\text{{ dollars}}", f"{text} dollars", rf"\$ {text}")
-    return text.removeprefix(r"\$")
+    if text.startswith(r"\$"):
+        return one_of(text, r"{}\text{{ dollars}}", "{} dollars").format(text.removeprefix(r"\$"))
 
 
 def members(text):

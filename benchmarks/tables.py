@@ -150,6 +150,20 @@ def gsm8k_h100():
     return "\n\n".join([table(header, rows), " ".join([note, *texts])])
 
 
+def learning_rates():
+    """Mean of 8 samples by learning rate, with M3PO and without: the mean over the seeds, and each."""
+    cases, result = values("learning_rates")
+    rows = []
+    for case, m in cases.items():
+        arm, _, rate = case.partition("_")
+        each = [number(value) for metric, value in m.items() if metric.startswith("mean8_")]
+        label = {"grpo": "GRPO", "m3po": "GRPO with M3PO"}.get(arm, "the supervised start")
+        rows.append([label, f"{float(rate):g}" if rate else "", number(m["mean8"]), ", ".join(each)])
+    header = ["run", "learning rate", "mean accuracy of 8 samples", "each seed"]
+    note = f"{result['questions']} held-out training questions, {result['recipe']['num_steps']} steps"
+    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
+
+
 def _difference(m, kind):
     if f"{kind}_difference" not in m:
         return ""
@@ -336,20 +350,27 @@ def families():
     return f"{table(['shape', 'outcome'], rows)}\n\n{len(rows)} shapes: {counts}. `{where(result)}`."
 
 
+def coverage():
+    """How often the intervals of an evaluation hold the truth, by measure and number of questions."""
+    cases, result = values("coverage")
+    rows, tests = {}, []
+    for case, m in cases.items():
+        if "false_positives" in m:
+            tests.append(f"{case}: {m['false_positives']:.1%}")
+            continue
+        measure, questions = case.rsplit(", ", 1)
+        cells = rows.setdefault(measure, {})
+        cells[questions] = f"{m['coverage_min']:.3f} / {m['coverage_mean']:.3f}"
+    columns = list(next(iter(rows.values())))
+    lines = [[measure, *(cells.get(column, "") for column in columns)] for measure, cells in rows.items()]
+    return f"{table(['interval', *columns], lines)}\n\n{'; '.join(tests)}. `{where(result)}`."
+
+
 TABLES = {
     make.__name__: make
     for make in (
-        *(learned, peers, rungs, tiny_job, gsm8k_h100, scoring, suite),
-        *(
-            bench_generation,
-            bench_generation_cpu,
-            bench_step,
-            bench_gpus,
-            kill,
-            harness,
-            families,
-            math_grading,
-        ),
+        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, suite, math_grading),
+        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families, coverage),
     )
 }
 

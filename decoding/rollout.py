@@ -86,24 +86,42 @@ class Rollout:
         """N lists of ids, up to and including EOS."""
         return [row[:length] for row, length in zip(self.ids.tolist(), self.sizes[1], strict=True)]
 
+    def groups(self, indices):
+        """The rollout of some of its groups, in the order of `indices`."""
+        G, device = self.num_generations, self.ids.device
+        where = torch.tensor(indices, dtype=torch.long, device=device)
+        rows = (where[:, None] * G + torch.arange(G, device=device)).flatten()
+        of_rows = {name: getattr(self, name)[rows] for name in OF_ROWS if getattr(self, name) is not None}
+        mix = None if self.mix is None else self.mix[where]
+        return replace(self, prompts=[self.prompts[i] for i in indices], mix=mix, **of_rows)
+
+    def to(self, device):
+        tensors = {name: getattr(self, name) for name in (*OF_ROWS, "mix")}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
+
     def with_groups(self, indices, other, pad_id):
         """This rollout with its groups `indices` taken from another, in the other's order."""
-        G, groups = self.num_generations, torch.tensor(indices, device=self.ids.device)
-        rows = (groups[:, None] * G + torch.arange(G, device=groups.device)).flatten()
-        width = max(self.ids.shape[1], other.ids.shape[1])
+        order = list(range(len(self.prompts)))
+        for n, i in enumerate(indices):
+            order[i] = len(self.prompts) + n
+        return joined([self, other], pad_id).groups(order)
 
-        def joined(name, where, pad=0):
-            old, new = (_widened(getattr(r, name), width, pad) for r in (self, other))
-            return old.index_copy(0, where, new)
 
-        prompts = list(self.prompts)
-        for i, prompt in zip(indices, other.prompts, strict=True):
-            prompts[i] = prompt
-        columns = {name: joined(name, rows) for name in ("mask", "logp", "thinking")}
-        if self.mix is not None:
-            columns |= {"input_change": joined("input_change", rows), "mix": joined("mix", groups)}
-        ended = self.ended.index_copy(0, rows, other.ended)
-        return replace(self, prompts=prompts, ids=joined("ids", rows, pad_id), ended=ended, **columns)
+OF_ROWS = ("ids", "mask", "logp", "ended", "thinking", "input_change")  # tensors (N, ...) of a Rollout
+
+
+def joined(rollouts, pad_id):
+    """One Rollout of the groups of several, in their order."""
+    width = max(rollout.ids.shape[1] for rollout in rollouts)
+
+    def column(name):
+        values = [getattr(rollout, name) for rollout in rollouts]
+        if values[0] is None or name == "ended":
+            return None if values[0] is None else torch.cat(values)
+        return torch.cat([_widened(value, width, pad_id if name == "ids" else 0) for value in values])
+
+    prompts = [prompt for rollout in rollouts for prompt in rollout.prompts]
+    return replace(rollouts[0], prompts=prompts, **{name: column(name) for name in (*OF_ROWS, "mix")})
 
 
 def _widened(tensor, width, value):

@@ -10,8 +10,8 @@ import torch
 
 from errors import RunError, is_out_of_memory
 from learning.log_probs import make_scorer
-from learning.memory import REMEDIES, TokenBudget, within_memory
-from learning.parallel import distribute, whole
+from learning.memory import REMEDIES, TokenBudget, row_lengths, within_memory
+from learning.parallel import balanced, distribute, whole
 
 NOT_FINITE = "loss or gradient not finite"  # why an optimiser step was not taken
 
@@ -31,9 +31,20 @@ class Learner:
     budget: TokenBudget
     max_grad_norm: float
 
-    def accumulate_gradients(self, rollout, loss_of_rows):
+    def share_evenly(self, rollout, advantages, scored):
+        """The rollout and advantages (N,) that this process works on, so that all compute as many tokens.
+
+        scored: (N,) bool, the rows that are computed. Whole groups move between processes.
+        """
+        if self.accelerator.num_processes == 1:
+            return rollout, advantages
+        costs = torch.tensor(row_lengths(rollout)) * scored.cpu()  # device sync
+        tokens = costs.view(-1, rollout.num_generations).sum(-1).tolist()
+        return balanced(self.accelerator, rollout, advantages, tokens, self.tokenizer.pad_token_id)
+
+    def accumulate_gradients(self, rollout, loss_of_rows, rows=None):
         """Gradients of loss_of_rows(rows) -> (loss, sums) over micro-batches that fit into memory; returns
-        its results.
+        its results, at least one. Only `rows` of the rollout count, by default all.
 
         The loss is a sum over the global batch: DDP averages gradients, so it is multiplied by the number of
         processes.
@@ -42,9 +53,9 @@ class Learner:
         def one_batch(rows, counts):
             loss, sums = loss_of_rows(rows)
             (loss * (counts * self.accelerator.num_processes)).backward()
-            return loss.detach(), sums
+            return loss.detach() * counts, {name: value * counts for name, value in sums.items()}
 
-        return within_memory(self.accelerator, self.scorer, rollout, self.budget, one_batch)
+        return within_memory(self.accelerator, self.scorer, rollout, self.budget, one_batch, rows)
 
     def step(self, losses):
         """Clip the gradients, then step; returns (whether it stepped, gradient norm before clipping).

@@ -27,13 +27,14 @@ def row_lengths(rollout):
     return [prompt + completion for prompt, completion in zip(*rollout.sizes, strict=True)]
 
 
-def micro_batches(rollout, token_budget):
-    """Lists of row indices, each of at most `token_budget` tokens with padding; a longer row goes alone.
+def micro_batches(rollout, token_budget, rows=None):
+    """Lists of row indices (by default of all rows), each of at most `token_budget` tokens with padding.
 
-    Rows of like length are together. Among the cuts with the fewest batches, the most even one is taken.
+    A longer row goes alone, rows of like length go together. Among the cuts with the fewest batches, the most
+    even one is taken.
     """
     lengths = row_lengths(rollout)
-    longest_first = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    longest_first = sorted(range(len(lengths)) if rows is None else rows, key=lambda n: -lengths[n])
 
     def cut(budget):
         batches = []
@@ -112,7 +113,7 @@ class TokenBudget:
 
         Returns False where neither is left to do.
         """
-        most_rows = max(map(len, batches))
+        most_rows = max(map(len, batches), default=1)
         if most_rows > 1:
             self.tokens = min(self.tokens, most_rows * max(row_lengths(rollout))) // 2
         elif self.may_recompute and not self.recomputes:
@@ -200,10 +201,11 @@ def checkpoint_bytes(policy, reference, moment_bytes):
     return 4 * weights + moment_bytes * trained + sum(p.numel() * p.element_size() for p in kept)
 
 
-def within_memory(accelerator, scorer, rollout, budget, one_batch):
+def within_memory(accelerator, scorer, rollout, budget, one_batch, rows=None):
     """one_batch(rows, counts) for the micro-batches of one optimiser step; returns a list of its results.
 
-    `counts` is 1, or 0 for a micro-batch that is only there to keep step with other processes. Out of memory:
+    `rows`: those that count, all by default, or none where another process has some. `counts` is 1, or 0 for
+    a micro-batch that is only there to keep step with other processes. Out of memory:
     the gradients so far are dropped and the step begins again with half the budget, to the same result.
     """
     if budget.tokens is None:
@@ -211,14 +213,14 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch):
     asked, alone = budget.tokens, accelerator.num_processes == 1
     who = "" if alone else f"process {accelerator.process_index}: "
     while True:
-        batches, results = micro_batches(rollout, budget.tokens), []
+        batches, results = micro_batches(rollout, budget.tokens, rows), []
         try:
             _run_micro_batches(accelerator, scorer, batches, one_batch, results)
             break
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            in_last = len(results) == len(batches) - 1
+            in_last = len(results) >= len(batches) - 1
             # the other processes wait for this one
             if isinstance(scorer, FSDPModule) or (in_last and not alone):
                 problem = f"{who}out of memory with {budget.tokens} tokens at once"
@@ -238,13 +240,15 @@ def _run_micro_batches(accelerator, scorer, batches, one_batch, results):
     """Append each micro-batch's result to `results`.
 
     DDP exchanges gradients in the last backward only. FSDP's processes work together in every forward and
-    backward, so one with fewer micro-batches than another repeats a row, which counts for nothing.
+    backward, so one with fewer micro-batches than another repeats a row, which counts for nothing. So does a
+    process that has none.
     """
-    turns = max_over_processes(len(batches)) if isinstance(scorer, FSDPModule) else len(batches)
+    turns = max_over_processes(len(batches)) if isinstance(scorer, FSDPModule) else max(1, len(batches))
     for turn in range(turns):
         last = turn == turns - 1
         with contextlib.nullcontext() if last else _no_exchange(accelerator, scorer):
             if turn < len(batches):
                 results.append(one_batch(batches[turn], 1.0))
             else:
-                one_batch(batches[-1][-1:], 0.0)
+                idle = one_batch(batches[-1][-1:] if batches else [0], 0.0)
+                results += [] if results else [idle]

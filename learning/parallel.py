@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from decoding.rollout import joined
 from errors import SettingError, SharedError, one_line
 
 
@@ -43,6 +44,48 @@ def shard(count, accelerator, rows_each=1):
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     return slice(count * rank // world * rows_each, count * (rank + 1) // world * rows_each)
+
+
+def owners(tokens, holders, world):
+    """Which of `world` processes should work on each group: all get about the same number of tokens.
+
+    tokens: of each group; holders: the processes that have them now. The longest go first, each to the
+    process with the least so far, its own among equals. A group that costs nothing stays, and so do all
+    where the fullest process has at most 5% too many.
+    """
+    now = [sum(t for t, h in zip(tokens, holders, strict=True) if h == rank) for rank in range(world)]
+    if max(now) * world <= 1.05 * sum(now):
+        return list(holders)
+    loads, chosen = [0] * world, list(holders)
+    for i in sorted(filter(tokens.__getitem__, range(len(tokens))), key=lambda i: -tokens[i]):
+        chosen[i] = min(range(world), key=lambda rank: (loads[rank], rank != holders[i]))
+        loads[chosen[i]] += tokens[i]
+    return chosen
+
+
+def balanced(accelerator, rollout, advantages, tokens, pad_id):
+    """The groups that this process should work on, and their advantages; every process must call it.
+
+    tokens: of each of its groups, what they cost it. Whole groups move: a blend still finds its peers.
+    """
+    rank, G, device = accelerator.process_index, rollout.num_generations, rollout.ids.device
+    places = [(cost, holder) for holder, costs in enumerate(gather_object([tokens])) for cost in costs]
+    chosen = owners(*zip(*places, strict=True), accelerator.num_processes)
+    first = next(i for i, (_, holder) in enumerate(places) if holder == rank)
+    here = range(first, first + len(tokens))
+    leaving = [i for i in here if chosen[i] != rank]
+    staying = [i - first for i in here if chosen[i] == rank]
+    rows = advantages.view(-1, G)
+    sent = {i: (rollout.groups([i - first]).to("cpu"), rows[[i - first]].cpu()) for i in leaving}
+    received = {i: pair for part in gather_object([sent]) for i, pair in part.items() if chosen[i] == rank}
+    if not leaving and not received:
+        return rollout, advantages
+    pairs = [(rollout.groups(staying), rows[staying])] if staying else []
+    pairs += [
+        (moved.to(device), their_rows.to(device)) for _, (moved, their_rows) in sorted(received.items())
+    ]
+    rollouts, rows = zip(*pairs, strict=True)
+    return joined(rollouts, pad_id), torch.cat(rows).flatten()
 
 
 def max_over_processes(value):

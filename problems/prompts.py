@@ -352,6 +352,9 @@ def prepare_problems(config, tokenizer, responses=False, problems=None):
     prompting = Prompting.of(config)
     problems = problems_of(config, responses) if problems is None else problems
     train, held_out = split_held_out(problems, config.eval_problems)
+    if config.eval_every and not held_out:
+        remedy = "name its column with --answer_column, or set eval_every 0"
+        raise DataError(f"none of {len(problems)} problems has an answer to evaluate by: {remedy}")
     train, skipped = prompting.encode(tokenizer, train, config.max_prompt_length)
     if held_out:
         held_out, more_skipped = prompting.encode(tokenizer, held_out, config.max_prompt_length)

@@ -8,12 +8,13 @@ import itertools
 import json
 import math
 import re
+import warnings
 from decimal import Decimal
 from pathlib import Path
 
 from answers.formats import completion_text, extract_answer
 from errors import DataError, one_line
-from problems.arithmetic import arithmetic_problems
+from problems.arithmetic import TEST_SEED, arithmetic_problems
 from problems.problem import Problem
 
 HUB = {
@@ -40,7 +41,9 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with
     <split>.jsonl/.json/.csv/.parquet, or a hub id. `columns`: the names of question, answer, solution, where
     they are not the usual ones; `also`: names to look for before those. `responses`: a row may have a
-    `response` or `completion` to learn instead of an answer, or end its `messages` with one.
+    `response` or `completion` to learn instead of an answer, or end its `messages` with one. `seed`: of the
+    generated training problems; the generated test problems are the same for every seed, so that runs can be
+    compared.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -50,6 +53,7 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
             raise DataError(f"arithmetic has no split {split!r}: there are train and test")
         if columns and any(columns.values()):
             raise DataError("arithmetic is generated and has no columns: leave the *_column settings out")
+        seed = TEST_SEED if split == "test" else seed
         return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
     path = Path(dataset)
     if path.is_dir():
@@ -340,12 +344,18 @@ def _worked(solution, answer):
 def split_held_out(problems, count):
     """(train, held out): held out are the problems with the smallest hashes, whatever the problems' order.
 
-    A question (its hash counts) that occurs twice is on one side only, so there may be more than `count`.
+    A question (its hash counts) that occurs twice is on one side only, so there may be more than `count`. A
+    problem without an answer, which supervised data may hold, can never be right and is not held out (and
+    not trained on where a held-out one asks the same); there is a warning where too few are left.
     """
     hashes = [hashlib.sha256(p.question.encode()).digest() for p in problems]
-    chosen = set(sorted(hashes)[:count])
+    answered = sorted(h for p, h in zip(problems, hashes, strict=True) if p.answer)
+    chosen = set(answered[:count])
     train = [p for p, h in zip(problems, hashes, strict=True) if h not in chosen]
-    held_out = [p for p, h in zip(problems, hashes, strict=True) if h in chosen]
+    held_out = [p for p, h in zip(problems, hashes, strict=True) if h in chosen and p.answer]
+    if len(answered) < min(count, len(problems)):
+        what = f"eval_problems={count}: {len(answered)} of {len(problems)} problems have an answer"
+        warnings.warn(f"{what} and are held out; the others can only be trained on", stacklevel=2)
     if not train:
         raise DataError(
             f"{count} held-out problems leave none of {len(problems)} to train on: set eval_problems lower"

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from errors import RunError, one_line
 from reporting.files import read_metrics, read_run_config
-from reporting.statistics import wilson
+from reporting.statistics import clopper_pearson
 
 UPLOADED = (
     "*.safetensors *.safetensors.index.json config.json generation_config.json tokenizer* *.jinja README.md "
@@ -157,10 +157,10 @@ def _results(lines):
         return "No held-out problems were evaluated in the run.\n"
     after, held_out = [evaluated[-1]["eval_accuracy"]], evaluated[-1]["eval_questions"]
     problems = f"{held_out} problems held out from the training split"
-    rows = [f"Greedy accuracy on {problems}, with 95% intervals (Wilson):", "", "| | accuracy |", "|---|---|"]
+    rows = [f"Greedy accuracy on {problems}, with exact 95% intervals:", "", "| | accuracy |", "|---|---|"]
     for when, accuracies in (("before", before[:1]), ("after", after)):
         for accuracy in accuracies:
-            low, high = wilson(round(accuracy * held_out), held_out)
+            low, high = clopper_pearson(round(accuracy * held_out), held_out)
             rows.append(f"| {when} | {accuracy:.3f} ({low:.3f} to {high:.3f}) |")
     return "\n".join(rows) + "\n"
 

@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ from reporting.files import (
     record_of,
     write_whole,
 )
-from reporting.statistics import mid_p, wilson
+from reporting.statistics import clopper_pearson, mid_p
 
 MAX_ROLLOUTS, MAX_BYTES = 2000, 10**8  # of rollouts.jsonl in one page: it opens in a second or two
 MAX_EVALUATIONS = 12
@@ -116,11 +117,13 @@ def read_evaluations(path):
     {steps, questions: [{id, question, answer, right, extracted, texts}]}; the last three hold a value a step.
     """
     steps = evenly(sorted({row["step"] for row in read_records(path)}), MAX_EVALUATIONS)
-    questions = {}
+    questions, seen = {}, Counter()
     for row in read_records(path):
         if row["step"] not in steps:
             continue
-        key = row["example_id"], row["question"]
+        question = row["step"], row["example_id"], row["question"], row["answer"]
+        key = *question[1:], seen[question]  # the n-th of questions that repeat stays the n-th
+        seen[question] += 1
         if key not in questions:
             questions[key] = {"id": row["example_id"], "question": row["question"], "answer": row["answer"]}
             questions[key] |= {name: [None] * len(steps) for name in ("right", "extracted", "texts")}
@@ -153,7 +156,7 @@ def _accuracy_pairs(lines):
         return []
     last, best = evaluated[-1], max(evaluated, key=lambda line: line["eval_accuracy"])
     accuracy, questions = last["eval_accuracy"], last["eval_questions"]
-    low, high = wilson(round(accuracy * questions), questions)
+    low, high = clopper_pearson(round(accuracy * questions), questions)
     before = f"{lines[0]['eval_accuracy_before']:.3f} → " if "eval_accuracy_before" in lines[0] else ""
     text = f"{before}{accuracy:.3f} ({low:.3f}–{high:.3f}) of {questions}, after step {last['step']}"
     pairs = [("held-out accuracy", text)]

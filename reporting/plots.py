@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from errors import one_line
-from reporting.statistics import wilson
+from reporting.statistics import clopper_pearson
 
 COLOURS = ("#1f6fb4", "#e0812b", "#3a9250", "#b4453f", "#7a5ca8", "#5b5b5b", "#b08a1e", "#2aa1a1")
 BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[5]
@@ -54,7 +54,7 @@ def _rewards(axis, lines, colour, label, alone):
 
 
 def _held_out(axis, lines, colour, label, alone):
-    """Accuracy on held-out problems with Wilson's intervals, from the one before training on."""
+    """Accuracy on held-out problems with exact intervals, from the one before training on."""
     evaluated = [line for line in lines if isinstance(line.get("eval_accuracy"), int | float)]
     steps = [line["step"] for line in evaluated]
     accuracies = [line["eval_accuracy"] for line in evaluated]
@@ -68,7 +68,7 @@ def _held_out(axis, lines, colour, label, alone):
     axis.plot(steps, accuracies, color=colour, lw=1.4, marker="o", ms=3, label=None if alone else label)
     if all(questions):
         pairs = zip(accuracies, questions, strict=True)
-        lows, highs = zip(*(wilson(round(accuracy * n), n) for accuracy, n in pairs), strict=True)
+        lows, highs = zip(*(clopper_pearson(round(accuracy * n), n) for accuracy, n in pairs), strict=True)
         axis.fill_between(steps, lows, highs, color=colour, alpha=0.15, lw=0)
     axis.set_ylim(0, 1)
 
@@ -204,7 +204,7 @@ def _against_k(sides, axis):
 
 def _outcomes(answers):
     """Answers by what became of them: {outcome: [(tokens, whether the limit cut it off), ...]}."""
-    outcomes = {"right": [], "wrong": [], "no answer": []}
+    outcomes = {"right": [], "wrong": [], "no answer": [], "undecided": []}
     for record in answers:
         for right, answer, length, stop in zip(
             record["exact_match"]["strict-match"],
@@ -213,15 +213,20 @@ def _outcomes(answers):
             record["stop_condition"],
             strict=True,
         ):
-            outcome = "no answer" if answer in (None, "") else "wrong"
-            outcomes["right" if right else outcome].append((length, stop == "length"))
-    return outcomes
+            if right is None:
+                outcome = "undecided"
+            elif right:
+                outcome = "right"
+            else:
+                outcome = "no answer" if answer in (None, "") else "wrong"
+            outcomes[outcome].append((length, stop == "length"))
+    return {name: rows for name, rows in outcomes.items() if rows or name != "undecided"}
 
 
 def _shares(outcomes, axis):
     """Shares of the answers that were right, wrong or none, and paler what the limit cut off of each."""
     total = sum(map(len, outcomes.values()))
-    for y, (answers, colour) in enumerate(zip(outcomes.values(), (GREEN, ORANGE, GREY), strict=True)):
+    for y, (answers, colour) in enumerate(zip(outcomes.values(), (GREEN, ORANGE, GREY, BLUE), strict=False)):
         share, cut = len(answers) / total, sum(cut_off for _, cut_off in answers) / total
         axis.barh(y, share - cut, color=colour, height=0.6)
         axis.barh(y, cut, left=share - cut, color=colour, alpha=0.4, height=0.6)
@@ -237,7 +242,7 @@ def _shares(outcomes, axis):
 def _lengths(outcomes, axis):
     """How long right and other answers are."""
     right = [length for length, _ in outcomes["right"]]
-    others = [length for length, _ in outcomes["wrong"] + outcomes["no answer"]]
+    others = [length for name, rows in outcomes.items() if name != "right" for length, _ in rows]
     drawn = [row for row in (("right", right, GREEN), ("not right", others, ORANGE)) if row[1]]
     labels, lengths, colours = map(list, zip(*drawn, strict=True))
     widest = (0, max(map(max, lengths)))
@@ -260,7 +265,7 @@ def draw_evaluation(report, records, folder):
         panels[f"by {key.removeprefix('accuracy_by_')} (questions)"] = partial(_accuracies, rows)
     if "pass@1" in report:
         panels["samples of a question"] = partial(_against_k, sides)
-    outcomes = _outcomes(records)
+    outcomes = _outcomes([record for record in records if not record.get("skipped")])
     panels["what became of the answers"] = partial(_shares, outcomes)
     panels["length"] = partial(_lengths, outcomes)
     _draw_panels(folder, panels, 2 if len(panels) == 4 else COLUMNS)
@@ -272,10 +277,7 @@ def draw_comparison(results, folder, name="compare"):
     The sides' accuracies, and the paired difference of each from the first.
     """
     first = results[0]
-    sides = [first["a"], *(result["b"] for result in results)]
-    names = [_short_name(side) for side in sides]
-    if len(set(names)) < len(names):
-        names = sides
+    names = [first["a"], *(result["b"] for result in results)]
     accuracies = [(first["accuracy_a"], *first["accuracy_a_ci95"])]
     accuracies += [(result["accuracy_b"], *result["accuracy_b_ci95"]) for result in results]
     differences = [None, *((result["difference"], *result["difference_ci95"]) for result in results)]
@@ -287,9 +289,3 @@ def draw_comparison(results, folder, name="compare"):
         right.set_title("difference from the first, paired", loc="left", fontsize=9)
         right.axvline(0, color=GREY, lw=0.8, ls="--")
         left.set_xlabel(f"{first['questions']} questions, 95% intervals", fontsize=8)
-
-
-def _short_name(side):
-    """The last part of a side's path, and how many more evaluations the side has."""
-    first, *others = side.split(",")
-    return Path(first).name + (f" and {len(others)} more" if others else "")

@@ -38,8 +38,10 @@ def held_out_accuracy(run, decoder, problems):
     ]
     records = gather_object(records)
     run.log.write_evaluation(records)
+    undecided = sum(gather_object([verdict is None for verdict in right]))
     return {
         "eval_accuracy": statistics.fmean(r["right"] for r in records),
         "eval_length": statistics.fmean(r["length"] for r in records),
         "eval_questions": len(records),
+        **({"eval_undecided": undecided} if undecided else {}),
     }

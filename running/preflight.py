@@ -198,8 +198,7 @@ def _print_gold(problems, functions, config, decoder):
     missed = [(p.problem, total) for p, total in paid if not total >= best - 1e-9]
     right = right_answers(texts, golds, config.answer_format, config.grading)
     earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
-    undecided = f", {right.count(None)} are undecided" if None in right else ""
-    _print("gold answers", f"{earn}, {right.count(True)} count as right{undecided}")
+    _print("gold answers", f"{earn}, {sum(map(bool, right))} count as right{_undecided(right)}")
     for problem, total in missed[:10]:
         print(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
     scored = next(p for p, total in paid if not math.isnan(total))
@@ -220,6 +219,12 @@ def _print_gold(problems, functions, config, decoder):
         wrong = "no reference answer of this data is right in this format"
         remedy = f"{wrong}: see --grading and the columns of the data"
         raise SettingError("answer_format", config.answer_format, remedy)
+
+
+def _undecided(right):
+    """How many verdicts are None, which counts as not right; nothing where none is."""
+    count = sum(verdict is None for verdict in right)
+    return f", {count} undecided" if count else ""
 
 
 def _rewards(functions, problems, texts, config):
@@ -248,10 +253,8 @@ def _print_pass_rate(decoder, problems, config):
     silent = statistics.fmean(rate in (0, 1) for rate in rates)
     cut_off = statistics.fmean(~rollout.ended.cpu().numpy())
     asked = f"{len(problems)} problems x {G} (single paths, {seconds:.1f} s)"
-    if None in right:
-        asked += f", {right.count(None)} answers undecided"
     silence = f"{silent:.2f} of the groups carry no signal from right and wrong alone"
-    _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off; {silence}")
+    _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off{_undecided(right)}; {silence}")
     if advice := _advice(mean, silent):
         print(f"    {advice}")
 

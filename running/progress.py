@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -68,11 +69,13 @@ def next_problems(problems, count, run):
 
 
 def trainer_state(step=0, total=0, num_epochs=None):
-    """How far a run has come, as TRL's reward functions are told."""
-    from transformers import TrainerState  # takes seconds where peft and bitsandbytes are installed
+    """How far a run has come, as TRL's reward functions are told, in the words of transformers' TrainerState.
 
-    counts = dict(global_step=step, max_steps=total, num_train_epochs=num_epochs or 0)
-    return TrainerState(**counts, logging_steps=1)
+    Importing that takes seconds where peft and bitsandbytes are installed.
+    """
+    epoch = step / total * (num_epochs or 1) if total else 0.0
+    counts = dict(global_step=step, max_steps=total, epoch=epoch, num_train_epochs=num_epochs or 0)
+    return SimpleNamespace(**counts, logging_steps=1, log_history=[])
 
 
 def steps_to_do(config, count):

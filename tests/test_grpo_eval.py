@@ -22,8 +22,9 @@ import grpo_eval
 from decoding.rollout import Completion
 from errors import DataError, SettingError
 from reporting import evaluation
-from reporting.evaluation import summarise
+from reporting.evaluation import skipped_record, summarise, told
 from reporting.statistics import over_questions
+from rewards import math_equal
 from running.folder import save_model
 from small_models import build_model
 
@@ -41,6 +42,87 @@ def test_the_summary_counts_skipped_questions_as_wrong():
     assert report["questions"] == 4
     assert report["accuracy"] == 0.5
     assert report["accuracy_last_number"] == 0.75
+
+
+def with_samples(scores, answers, **more):
+    """The record of a question with several answers."""
+    samples = len(scores)
+    answer = {"resps": ["x"] * samples, "length": [5] * samples, "stop_condition": ["eos"] * samples}
+    graded = {"exact_match": {"strict-match": scores, "flexible-extract": scores}}
+    return answer | graded | {"reward": [1.0] * samples, "filtered_resps": {"strict-match": answers}} | more
+
+
+def test_skipped_questions_count_in_every_number():
+    """Accuracy said 0.75 where pass@k, maj@k, mean@k and the groups said 1."""
+    right = with_samples([1.0] * 4, ["1"] * 4, level="1")
+    report = summarise([right] * 3, skipped=1)
+    names = "accuracy accuracy_last_number pass@1 pass@2 pass@4 maj@2 maj@4 mean@4".split()
+    values = [report[name] if "@" not in name else report[name][0] for name in names]
+    assert values == [0.75] * 8
+    ours = {**right, **skipped_record(4), "level": "1"}
+    report = summarise([right, right, right, ours])
+    assert (report["skipped"], report["accuracy_by_level"]["1"]["accuracy"]) == (1, 0.75)
+    assert (report["parsable"], report["mean_length"]) == (1.0, 5.0), "of the answers that there are"
+
+
+def test_undecided_answers_are_counted_and_not_right_in_any_number():
+    report = summarise([with_samples([1.0, None], ["1", "x"]), with_samples([None, None], ["x", "x"])])
+    assert (report["undecided"], report["accuracy"], report["pass@2"][0]) == (3, 0.25, 0.5)
+    assert report["mean@2"][0] == 0.25
+    assert summarise([with_samples([1.0], ["1"])])["undecided"] == 0
+
+
+def test_people_get_a_table(tmp_path):
+    report = summarise([with_samples([1.0, 0.0], ["1", "2"])] * 30 + [with_samples([None] * 2, ["x"] * 2)], 1)
+    lines = told(report | {"seconds": 2.0}, tmp_path)
+    rows = {line.split("  ")[0]: line.split()[-6:] for line in lines}
+    for name, key in (
+        ("accuracy", "accuracy"),
+        ("pass@2", "pass@2"),
+        ("maj@2", "maj@2"),
+        ("mean@2", "mean@2"),
+    ):
+        value, low, high = report[key] if "@" in key else (report[key], *report[f"{key}_ci95"])
+        assert f"{value:.3f} {low:.3f} to {high:.3f}".split() == rows[name][-4:], name
+    assert "skipped 1 of 32 questions" in [" ".join(line.split()) for line in lines]
+    assert "undecided 2 of 64 answers" in [" ".join(line.split()) for line in lines]
+    assert not any(line.startswith("{") for line in lines)
+
+
+def test_two_kinds_of_paths_stand_side_by_side_in_the_table(tmp_path):
+    report = summarise([with_samples([1.0, 0.0], ["1", "2"])] * 3) | {"seconds": 2.0}
+    pair = {"accuracy_a": 0.5, "accuracy_b": 1.0, "difference": 0.5, "difference_ci95": [0.1, 0.9]}
+    both = summarise([with_samples([1.0, 1.0], ["1", "1"])] * 3) | {"against_single_paths": pair}
+    lines = told(report | {"m3po": both}, tmp_path)
+    assert any(line.split()[:1] == ["mean@2"] and " 0.500 " in line and " 1.000 " in line for line in lines)
+
+
+@pytest.mark.parametrize(("is_terminal", "asked", "printed"), [(1, 0, 0), (1, 1, 1), (0, 0, 1), (0, 1, 1)])
+def test_the_json_line_is_for_pipes_and_for_those_who_ask(is_terminal, asked, printed, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(is_terminal), raising=False)
+    grpo_eval.print_json({"a": 1}, grpo_eval.Config(model="m", json=bool(asked)))
+    assert capsys.readouterr().out == ('{"a": 1}\n' if printed else "")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_votes_are_by_meaning_where_grading_is(saved, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        grpo_eval, "summarise", lambda *records, equal: given.append(equal) or summarise(*records)
+    )
+    for grading in ("math", "number"):
+        evaluate(saved, grading, grading=grading)
+    assert given == [math_equal, None]
+
+
+def test_a_report_says_what_a_model_was_trained_with_as_far_as_seeds_are_pairs(tmp_path):
+    assert grpo_eval.trained_with(str(tmp_path)) == {}, "nobody knows"
+    settings = "seed: 3\nmodel: m\nwarm_start: none\nm3po_lambda: 0.1\nbatch_size: 7\nnum_generations: 4\n"
+    (tmp_path / "run_config.yaml").write_text(settings)
+    trained = grpo_eval.trained_with(str(tmp_path))["trained"]
+    assert (trained["seed"], trained["model"], trained["batch_size"]) == (3, "m", 7)
+    (tmp_path / "run_config.yaml").write_text(settings.replace("0.1", "0").replace("seed: 3", "seed: 4"))
+    assert grpo_eval.trained_with(str(tmp_path))["trained"] == trained | {"seed": 4}, "the method may differ"
 
 
 def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
@@ -67,13 +149,16 @@ def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
         grpo_eval.evaluate(grpo_eval.Config(name="f", by=["topic"], **flags))
 
 
-def test_wilson_s_interval_by_hand():
-    n, k, z = 20, 5, 1.959964
-    p = k / n
-    centre = (p + z * z / 2 / n) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
-    interval = pytest.approx([centre - half, centre + half], abs=1e-4)
-    assert over_questions([1] * k + [0] * (n - k))[1:] == interval
+def test_the_exact_interval_by_its_definition():
+    """At its low end 5 of 20 or more are right in 2.5% of all cases, at its high end 5 or fewer."""
+    n, k = 20, 5
+    _, low, high = over_questions([1] * k + [0] * (n - k))
+
+    def chance(p, counts):
+        return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in counts)
+
+    assert chance(low, range(k, n + 1)) == pytest.approx(0.025, abs=1e-4)
+    assert chance(high, range(k + 1)) == pytest.approx(0.025, abs=1e-4)
 
 
 def test_a_bootstrap_over_questions_has_the_width_of_their_spread():
@@ -138,7 +223,9 @@ def test_an_evaluation_writes_its_report_and_every_completion(saved):
     assert report["skipped"] == 1
     assert json.loads((folder / "report.json").read_text()) == report
     records = rows_of(folder / "samples.jsonl")
-    assert [len(r["resps"]) for r in records] == [3, 3, 3]
+    assert [len(r["resps"]) for r in records] == [3, 3, 3, 3]
+    assert [r["skipped"] for r in records] == [False, False, False, True]
+    assert (records[3]["target"], records[3]["exact_match"]["strict-match"]) == ("300", [0.0] * 3)
     names = "doc_id prompt_hash prompt target resps filtered_resps exact_match reward"
     assert set(names.split()) <= set(records[0])
     _, again = evaluate(saved, "b", num_samples=3, temperature=0.7, batch_size=3)
@@ -191,7 +278,7 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     report, folder = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.5, name="together"))
     rows = [row["resps"] for row in rows_of(folder / "samples.jsonl")]
     together = [row["resps"] for row in rows_of(folder / "samples_m3po.jsonl")]
-    assert report["m3po"]["against_single_paths"]["questions"] == len(together) == 3
+    assert report["m3po"]["against_single_paths"]["questions"] == len(together) == 4, "one is too long to ask"
     assert rows != together
     _, other = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.0, name="alone"))
     unblended = [row["resps"] for row in rows_of(other / "samples_m3po.jsonl")]
@@ -219,7 +306,15 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
     monkeypatch.setattr(sys, "argv", [*words.split(), str(saved / "pictures")])
     grpo_eval.main()
     assert (saved / "pictures" / "compare.svg").exists()
-    *_, where, last = capsys.readouterr().out.splitlines()
+    *_, kept, where, last = capsys.readouterr().out.splitlines()
+    assert kept == f"kept in {saved / 'pictures' / 'compare'}.json"
+    assert json.loads((saved / "pictures" / "compare.json").read_text()) == json.loads(last)
+    grpo_eval.main()
+    assert (saved / "pictures" / "compare-2.svg").exists(), "beside the first, which stays"
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(saved / "pictures"), "--name", "compare"])
+    with pytest.raises(SettingError, match="name='compare'.*holds a comparison of that name"):
+        grpo_eval.main()
     assert where == f"drawn in {saved / 'pictures' / 'compare'}.svg and .png"
     assert json.loads(last)[0]["difference"] == 0.0
     (saved / "file").touch()

@@ -141,6 +141,37 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
         assert metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-5)
 
 
+def test_rows_without_an_advantage_are_left_out_of_the_same_gradient(tokenizer, prompts, monkeypatch):
+    """Groups of equal rewards went through the policy to be multiplied by 0. With a KL they count."""
+
+    def gradient(beta, is_left_out=True):
+        small = small_update(tokenizer, prompts, beta=beta, mu=2, max_grad_norm=1e-6)
+        computed, grads = [], []
+        forward, accumulate = small.learner.scorer.forward, small.learner.accumulate_gradients
+        monkeypatch.setattr(
+            small.learner.scorer, "forward", lambda r, rows: computed.extend(rows) or forward(r, rows)
+        )
+        if not is_left_out:
+            monkeypatch.setattr(small.learner, "accumulate_gradients", lambda *a: accumulate(*a[:2]))
+        small.learner.optimizer.register_step_pre_hook(
+            lambda *_: grads.extend(p.grad.clone() / 1e-6 for p in small.policy.parameters())
+        )
+        advantages = small.advantages
+        advantages[4:12] = 0.0
+        return grads, small.update(advantages), sorted(computed)
+
+    rows = len(prompts) * 4
+    left_out, metrics, computed = gradient(0.0)
+    whole, whole_metrics, all_rows = gradient(0.0, is_left_out=False)
+    assert computed == sorted([*range(4), *range(12, rows)] * 2)
+    assert all_rows == sorted([*range(rows)] * 2)
+    assert max(float((a - b).abs().max()) for a, b in zip(left_out, whole, strict=True)) < 1e-6
+    assert metrics["loss"] == pytest.approx(whole_metrics["loss"], abs=1e-7)
+    assert metrics["scored_completions"] == rows - 8
+    assert metrics["entropy"] == pytest.approx(math.log(300), rel=0.1), "a mean over the tokens computed"
+    assert gradient(0.1)[2] == all_rows
+
+
 def test_importance_weights_reach_the_loss(tokenizer, prompts):
     """The sampler's log-probs are lower than the update's: with the ratio counted, the gradient grows."""
     norms = {}

@@ -264,9 +264,8 @@ def test_no_text_raises_or_is_taken_for_another(text, tmp_path, monkeypatch):
 
 PIECES = [
     "\\a", "\\frac1\\approx ", "{a\\choose ", "√1", "5 base ", "5_", "1,000,", "\\sin 3", "\\text{a}", "¹",
-    "(",
-    "|x",
-    "or more ", "\\pi", "\\alpha{1}", "1.1", "5 ", "m ", "{", "\\frac", "x=", "1<", "a,", "\\cup(", "m/", "-",
+    "(", "|x", "or more ", "\\pi", "\\alpha{1}", "1.1", "5 ", "m ", "{", "\\frac", "x=", "1<", "a,", "\\cup(",
+    "m/", "-",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -42,6 +43,15 @@ def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_
         assert words in printed, words
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_check_counts_what_a_grader_does_not_decide(fault_start, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "running.preflight.right_answers", lambda texts, *given: [None, *[True] * (len(texts) - 1)]
+    )
+    printed = check(settings_of(fault_start, tmp_path / "out"), capsys)
+    assert re.search(r"gold answers: .* count as right, 1 undecided\n", printed)
+    assert re.search(r"pass rate: 0\.9.* cut off, 1 undecided; ", printed)
 
 
 def test_the_check_waits_for_a_warm_start(fault_start, tmp_path, capsys):

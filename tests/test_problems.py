@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +24,13 @@ import torch
 from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import sft_train
 from decoding.rollout import Completion, pad_left, pad_right
 from decoding.tokens import arithmetic_tokenizer
 from errors import DataError
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
-from problems.prompts import PLAIN_TEMPLATE, Prompting
+from problems.prompts import PLAIN_TEMPLATE, Prompting, prepare_problems
 from problems.sources import load_problems, split_held_out
 from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer, r1_format_reward
 from small_models import CHAT_TEMPLATE
@@ -417,6 +419,13 @@ def test_no_seed_and_no_count_puts_a_question_into_both_splits():
     assert not (train[0] | train[1]) & (test[0] | test[1])
     assert train[0] != train[1]
     assert test[0] != test[1]
+
+
+def test_every_run_is_tested_on_the_same_arithmetic():
+    """Test questions followed the run's seed, and two seeds could not be compared."""
+    assert load_problems("arithmetic", "test", seed=1) == load_problems("arithmetic", "test", seed=2)
+    assert load_problems("arithmetic", "test", seed=2) == arithmetic_problems("test", 500, seed=0)
+    assert load_problems("arithmetic", "train", seed=1) != load_problems("arithmetic", "train", seed=2)
 
 
 def test_asking_for_more_arithmetic_than_exists_or_for_an_unknown_split_is_refused():
@@ -891,6 +900,38 @@ def test_a_question_that_occurs_twice_is_on_one_side_only():
         assert not {p.question for p in train} & {p.question for p in held}
         assert count <= len(held) < count + 3
         assert len(train) + len(held) == 150
+
+
+def test_a_problem_without_an_answer_is_not_held_out():
+    """Supervised data may hold responses alone: 4 of 10 held-out problems had none and were never right."""
+    without = {str(i) for i in range(200) if i % 3}
+    problems = [replace(p, answer="" if p.id in without else p.answer) for p in numbered(200)]
+    train, held = split_held_out(problems, 40)
+    assert len(held) == 40
+    assert all(p.answer for p in held)
+    assert len(train) == 160
+    with pytest.warns(
+        UserWarning, match="eval_problems=80: 67 of 200 problems have an answer and are held out"
+    ):
+        train, held = split_held_out(problems, 80)
+    assert (len(train), len(held)) == (133, 67)
+    asked_twice = [*numbered(5), Problem("Question 3?", "")]
+    train, held = split_held_out(asked_twice, 4)
+    assert all(p.answer for p in held)
+    assert "Question 3?" not in {p.question for p in train} & {p.question for p in held}
+
+
+def test_evaluation_without_a_problem_that_has_an_answer_is_refused(tokenizer, tmp_path):
+    rows = [{"question": f"Question {i}?", "response": "Well."} for i in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = sft_train.Config(dataset=str(tmp_path), eval_problems=4, eval_every=1)
+    with (
+        pytest.warns(UserWarning, match="0 of 10 problems have an answer"),
+        pytest.raises(
+            DataError, match="none of 10 problems has an answer.*--answer_column, or set eval_every 0"
+        ),
+    ):
+        prepare_problems(config, tokenizer, responses=True)
 
 
 def test_nothing_can_be_held_out_but_not_everything():

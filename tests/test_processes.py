@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +19,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import families
+from decoding.rollout import joined
 from decoding.tokens import arithmetic_tokenizer
 from errors import SettingError
 from grpo_train import Config
-from learning.parallel import shard
+from learning import parallel
+from learning.parallel import owners, shard
 from running.launching import check_shares, signals_to_hand_on, starts_processes
 from small_runs import SHORT, command, lines, run_short
+from small_update import small_update
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +42,55 @@ def test_the_processes_shares_are_the_whole_batch_in_order_and_alike_in_size():
         assert [shard(count, rank, 12) for rank in ranks] == [
             slice(share[0] * 12, share[-1] * 12 + 12) for share in shares
         ]
+
+
+def test_groups_are_shared_by_their_tokens():
+    assert owners([9, 1, 1, 1], [0, 0, 1, 1], 2) == [0, 1, 1, 1]
+    assert owners([5, 5, 5, 5], [0, 0, 1, 1], 2) == [0, 0, 1, 1]
+    assert owners([100, 98, 99, 101], [0, 0, 1, 1], 2) == [0, 0, 1, 1], "nothing moves for one percent"
+    assert owners([4, 4, 0, 0], [0, 0, 1, 1], 2) == [0, 1, 1, 1], "what costs nothing stays"
+    assert owners([0, 0, 0], [0, 1, 2], 3) == [0, 1, 2]
+    draw = random.Random(0)
+    for _ in range(200):
+        world = draw.randint(2, 5)
+        holders = sorted([*range(world), *(draw.randrange(world) for _ in range(draw.randint(0, 20)))])
+        tokens = [draw.choice([0, draw.randint(1, 500)]) for _ in holders]
+        chosen = owners(tokens, holders, world)
+        loads = [sum(t for t, c in zip(tokens, chosen, strict=True) if c == rank) for rank in range(world)]
+        assert set(chosen) == set(range(world)), "nobody is left without a group"
+        assert max(loads) <= max(max(tokens), 1.34 * sum(tokens) / world)
+
+
+def test_moved_groups_bring_all_that_was_recorded_of_them(tokenizer, prompts, monkeypatch):
+    """Two processes, as two threads."""
+    small = small_update(tokenizer, prompts)
+    halves, advantages = (
+        [small.rollout.groups(i) for i in ([0, 1, 2], [3, 4])],
+        torch.arange(20.0).split([12, 8]),
+    )
+    said, barrier, ranks = [None, None], threading.Barrier(2), {}
+
+    def gather(value):
+        said[ranks[threading.get_ident()]] = value
+        barrier.wait(20)
+        everything = [thing for part in said for thing in part]
+        barrier.wait(20)
+        return everything
+
+    def work(rank):
+        ranks[threading.get_ident()] = rank
+        place, tokens = SimpleNamespace(process_index=rank, num_processes=2), ([30, 31, 32], [5, 6])
+        return parallel.balanced(place, halves[rank], advantages[rank], tokens[rank], 0)
+
+    monkeypatch.setattr(parallel, "gather_object", gather)
+    with ThreadPoolExecutor(2) as threads:
+        (one, first), (two, second) = threads.map(work, range(2))
+    order = [prompts.index(prompt) for prompt in (*one.prompts, *two.prompts)]
+    assert order == [2, 3, 4, 0, 1], "32 + 5 + 6 tokens, and 30 + 31"
+    assert torch.cat([first, second]).tolist() == [4.0 * i + n for i in order for n in range(4)]
+    whole, again = joined([one, two], 0), small.rollout.groups(order)
+    for name in ("ids", "mask", "logp", "ended", "thinking", "mix", "input_change"):
+        assert torch.equal(getattr(whole, name), getattr(again, name)), name
 
 
 def test_signals_that_are_switched_off_are_not_handed_on():
@@ -82,6 +137,32 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
     weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "many")]
     assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-5
+
+
+PAYS_SOME = """
+def pays(completions, answer, **kwargs):
+    # no signal for half of the problems: now and then for none, or for all, of a process
+    return [0.0 if int(a) % 2 else float(len(c[0]["content"]) % 5) for a, c in zip(answer, completions)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["false", "true"])
+def test_a_process_without_a_row_that_counts_keeps_step(fsdp, warm, tmp_path):
+    """Without a KL such rows are left out, and DDP waits for every process's backward."""
+    (tmp_path / "pays.py").write_text(PAYS_SOME)
+    flags = f"--batch_size 2 --beta 0 --mu 2 --reward {tmp_path}/pays.py:pays --cpu_threads 1 --num_steps 6 "
+    flags += "--max_completion_length 24 --micro_batch_tokens 100 --seed 3"
+    for name, processes in (("one", None), ("many", 2)):
+        start = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / name} {flags}"
+        more = ["--fsdp", fsdp] if processes else []
+        done = command("grpo_train.py", *start.split(), *more, nproc=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, many = (lines(tmp_path / name / "metrics.jsonl") for name in ("one", "many"))
+    assert any(0 < m["scored_completions"] <= 4 for m in many), "in some step one process has none"
+    for a, b in zip(one, many, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "logp_diff", "scored_completions"):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow

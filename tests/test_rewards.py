@@ -15,6 +15,7 @@ import pytest
 
 import grpo_train
 import rewards
+from answers.formats import XML_TAGS
 from decoding.rollout import Completion
 from errors import RewardError, SettingError
 from problems.problem import Problem
@@ -429,6 +430,11 @@ def test_totals_are_weighted_sums_and_an_abstention_is_left_out():
     assert parts == {"a": [1.0, None, None], "b": [1.0, 0.5, None]}
 
 
+def test_what_a_grader_does_not_decide_is_neither_right_nor_wrong(monkeypatch):
+    monkeypatch.setattr("rewards.correctness_reward", lambda *given: [2.0, None, 0.0])
+    assert right_answers(["a", "b", "c"], ["a"] * 3) == [True, None, False]
+
+
 def test_the_same_number_in_other_characters_is_right():
     assert right_answers(["<answer>7.0</answer>", "<answer>7</answer>", "<answer>8</answer>"], ["7"] * 3) == [
         True,
@@ -712,6 +718,26 @@ def test_the_layout_rewards_of_the_multi_reward_recipe(text):
             == function(completions=[[{"role": "assistant", "content": text}]])
             == [pytest.approx(expected)]
         ), function.__name__
+
+
+def published_xml_count(text):
+    """The function of the notebook that these rewards come from."""
+    count = 0.125 * sum(text.count(mark) == 1 for mark in ("<reasoning>\n", "\n</reasoning>\n"))
+    if text.count("\n<answer>\n") == 1:
+        count += 0.125 - 0.001 * len(text.split("\n</answer>\n")[-1])
+    if text.count("\n</answer>") == 1:
+        count += 0.125 - 0.001 * (len(text.split("\n</answer>")[-1]) - 1)
+    return count
+
+
+def test_a_malformed_layout_never_earns_less_than_by_the_published_function():
+    """A thousand blanks after tags on one line cost a point there was none for."""
+    assert xmlcount_reward(completions=["<reasoning>a</reasoning><answer>42</answer>" + " " * 1000]) == [0.0]
+    draw = random.Random(0)
+    pieces = [*XML_TAGS, "\n", "\n", "\n", " ", "a", "xxxx"]
+    for _ in range(3000):
+        text = "".join(draw.choices(pieces, k=draw.randint(1, 14)))
+        assert xmlcount_reward(completions=[text])[0] >= published_xml_count(text) - 1e-9, text
 
 
 EARNED = {

@@ -57,6 +57,18 @@ def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     assert metrics == {"eval_accuracy": 0.0, "eval_length": mean_length, "eval_questions": 5}
 
 
+def test_undecided_answers_to_held_out_problems_are_counted_and_not_right(
+    tokenizer, llama, prompts, monkeypatch
+):
+    monkeypatch.setattr("running.evaluation.right_answers", lambda *given: [True, None, None, False, True])
+    problems = [EncodedProblem(Problem("q", "1", id=str(i)), "", ids) for i, ids in enumerate(prompts)]
+    config, rows = grpo_train.Config(max_completion_length=2), []
+    run = stand_in(config, log=SimpleNamespace(write_evaluation=rows.extend), progress=Progress(step=3))
+    metrics = held_out_accuracy(run, GroupDecoder(llama, tokenizer), problems)
+    assert (metrics["eval_accuracy"], metrics["eval_undecided"]) == (0.4, 2)
+    assert [row["right"] for row in rows] == [True, False, False, False, True]
+
+
 def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_stop():
     """It has nothing to show, and would wait for this one for ever."""
     decoder, run = SimpleNamespace(interrupted=None), stand_in(grpo_train.Config())
