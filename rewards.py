@@ -542,7 +542,8 @@ def reward_columns(problems, texts, completion_ids, answer_format):
 def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log=None):
     """Totals (N) = sum of weight * value, and each function's own values by name.
 
-    None means "abstains": where every function abstains the total is NaN, which the training loop leaves out.
+    None means "abstains": where every function abstains that has a weight, the total is NaN, which the
+    training loop leaves out. One of weight 0 is only logged, and counts where no function has a weight.
     RewardError for what is no reward, and where no completion of any process was scored by any function.
     `gather` makes of this process's values those of all; `timeout` is in seconds a function; `columns` are as
     `reward_columns` makes them; what the functions log goes into `log`, a RewardLog.
@@ -550,17 +551,20 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log
     columns = columns | (log.arguments if log else {})
     completions = columns["completions"]
     parts = {}
-    totals = [math.nan] * len(completions)
+    totals, scored = [math.nan] * len(completions), [math.nan] * len(completions)
     at_step = "" if step is None else f" at step {step}"
     for function, weight in functions:
         where = f"reward function {reward_name(function)}{at_step}"
         values = _values(function, columns, where, timeout)
         parts[_free_name(reward_name(function), parts)] = values
+        is_only_logged = weight == 0 and any(w for _, w in functions)
         for i, value in enumerate(values):
             if value is not None:
+                scored[i] = value
+            if value is not None and not is_only_logged:
                 totals[i] = weight * value + (0.0 if math.isnan(totals[i]) else totals[i])
                 _check_size(totals[i], value, weight, where)
-    everywhere = gather(totals)
+    everywhere = gather(scored)
     if everywhere and all(map(math.isnan, everywhere)):
         where = f"reward function {' and '.join(parts)}{at_step}"
         first = f", the first of them {_quote(completions[0])}" if completions else ""

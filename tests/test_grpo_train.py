@@ -288,6 +288,15 @@ def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, 
     assert [metrics[name] for name in names] == [3.0, 0.125, 0.75, 0.5]
 
 
+def test_undecided_answers_are_logged_apart_and_are_not_correct(tokenizer, prompts):
+    small, right = small_update(tokenizer, prompts[:2], grading="math"), [True, None] + [False] * 6
+    metrics = small.metrics(["a"] * 8, right, [1.0, NAN] + [0.0] * 6)
+    assert (metrics["undecided"], metrics["correct"], metrics["unscored"]) == (0.125, 0.125, 1)
+    metrics = small.metrics(["a"] * 8, [None] * 8, [NAN] * 8)
+    assert (metrics["undecided"], metrics["frac_reward_zero_std"], metrics["unscored"]) == (1.0, 1.0, 8)
+    assert math.isnan(metrics["reward"])
+
+
 def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_listened(
     tokenizer, prompts, monkeypatch
 ):

@@ -767,6 +767,29 @@ def test_the_rewards_of_the_math_recipe():
     assert r1_format_reward(texts) == [1.0, 1.0, 0.0, 1.0, 0.0]
 
 
+def test_an_undecided_answer_is_not_paid_as_a_wrong_one_by_the_math_recipe():
+    """The reward of weight 0 made of the abstention a total of 0, which is what a wrong answer gets."""
+    answers, references = ["9^{9^9}+1", "42", "41"], ["9^{9^9}", "42", "42"]
+    texts = [f"<think>x</think> <answer>{answer}</answer>" for answer in answers]
+    totals, parts = paid(REWARD_SETS["math"], [""] * 3, texts, answer=references, answer_format="r1")
+    assert parts == {"math_reward": [None, 1.0, 0.0], "r1_format_reward": [1.0, 1.0, 1.0]}
+    assert math.isnan(totals[0]) and totals[1:] == [1.0, 0.0]
+    assert right_answers(texts, references, "r1", "math") == [None, True, False]
+
+
+def test_a_step_of_undecided_answers_alone_goes_on_where_another_reward_is_logged():
+    texts = ["<think>x</think> <answer>9^{9^9}+1</answer>"] * 2
+    call = dict(answer=["9^{9^9}"] * 2, answer_format="r1")
+    totals, _ = paid(REWARD_SETS["math"], [""] * 2, texts, **call)
+    assert all(map(math.isnan, totals))
+    with pytest.raises(RewardError, match="None for all 2"):
+        paid([(math_reward, 1.0)], [""] * 2, texts, **call)
+
+
+def test_rewards_that_all_have_weight_zero_make_totals_of_zero():
+    assert paid([(constant([1.0, None]), 0.0)], ["p"] * 2, ["x", "y"])[0][0] == 0.0
+
+
 def test_the_r1_format_has_nothing_but_space_between_its_parts():
     texts = [
         "<think>a</think>\n<answer>b</answer>",
