@@ -282,7 +282,8 @@ def _letter_among(sides):
     """Where the one side stands that is a variable, the others without unknowns; else None."""
     letters = [side[0] if len(side) == 1 else Token("end", "") for side in sides]
     is_letter = [_is_letter(t) or t.value in GREEK - {"pi"} for t in letters]
-    has_one = sum(is_letter) == 1 and sum(map(has_unknown, sides)) == 1
+    others = [side for side, is_one in zip(sides, is_letter, strict=True) if not is_one]
+    has_one = sum(is_letter) == 1 and not any(map(has_unknown, others))
     return is_letter.index(True) if has_one else None
 
 
@@ -327,7 +328,8 @@ def _known_set(tokens, depth):
     kinds = [t.value for t in tokens]
     if kinds in (["emptyset"], [r"\{", r"\}"]):
         return "set", ()
-    reals = next((n for n in (4, 2) if kinds[:n] in (["mathbb", "{", "R", "}"], ["mathbb", "R"])), 0)
+    spellings = ["mathbb", "{", "R", "}"], ["mathbb", "R"]
+    reals = next((len(spelling) for spelling in spellings if kinds[: len(spelling)] == spelling), 0)
     if reals and len(kinds) > reals + 3 and tokens[reals].is_("setminus", "-"):  # R without {2}
         if kinds[reals + 1] == r"\{" and kinds[-1] == r"\}" and not split(tokens[reals + 2 : -1], ",")[1]:
             return _all_but(tokens[reals + 2 : -1], depth)
@@ -563,7 +565,8 @@ class Reader:
             is_after = (
                 is_number or before.is_("}", "deg", ")") or (before.is_("pi") and token.value in AFTER_PI)
             )
-            if not is_after or token.value in FUNCTIONS:
+            is_function = token.value in FUNCTIONS and self.next(1).kind != "end"  # 30 sec, 90 min
+            if not is_after or is_function:
                 return False
             if len(token.value) == 1 or token.value in PRODUCTS:
                 is_known = token.value in LONE_UNITS or len(token.value) > 1
@@ -753,7 +756,7 @@ class Reader:
         word = token.value
         if word in FUNCTIONS:
             return self.function(word)
-        if word in ("pi", "infinity", "infty", "inf"):
+        if word in ("pi", "infinity", "Infinity", "infty", "inf"):
             return ("pi",) if word == "pi" else ("infinity",)
         if word in GREEK:
             return self.symbol(word)

@@ -45,6 +45,7 @@ BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
 SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
 OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
 RUPEES = re.compile(r"\bRs\.? ?(?=\}? ?\d)")
+INNER_MATH = re.compile(r"(?<!\\)\$(?=\S)([^$]*[^$\s\\])\$(?!\d)")  # $x=3$ or $x=5$, but not $5 or $6
 DELIMITERS = ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")
 
 NUMBER = r"\d+(?:\.\d+)?|\.\d+"
@@ -114,7 +115,7 @@ def _normal(char):
 
 
 def without_wrapping(text):
-    """Without dollars, a box or Markdown's stars around the whole, and without one closing full stop."""
+    """Without math's dollars, a box or Markdown's stars around the whole, and one closing full stop."""
     text = text.strip().removeprefix("=").strip()
     while True:
         before = text
@@ -126,6 +127,7 @@ def without_wrapping(text):
         box = re.fullmatch(r"\\f?box(?:ed)?\s*\{(.*)\}", text, re.DOTALL)
         if box and _balanced(box[1]):
             text = box[1].strip()
+        text = INNER_MATH.sub(r" \1 ", text)
         text = re.sub(r"(?<![.\\])\.(\$?)$", r"\1", text).strip()
         if text == before:
             return text

@@ -25,7 +25,7 @@ degree deg
 °C celsius
 °F fahrenheit
 radian rad
-percent
+percent pct
 dollar USD
 cent ¢
 euro EUR
