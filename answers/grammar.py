@@ -431,7 +431,7 @@ def _worded(tokens, depth):
     is_bare = not any(t.text for t in tokens)
     if set(values) & FUNCTIONS or (is_bare and set(values) & GREEK):
         return None
-    is_word = re.fullmatch("[Nn]o|[IVX]{2,}", values[0])  # of two letters, and no product of them
+    is_word = re.fullmatch("[Nn]o|[IVX]{2,}|[A-Z]{3,}", values[0])  # and no product: HTT is not TTH
     if is_bare and (all(len(v) < 3 for v in values) or is_product(values)) and not is_word:
         return None
     if values[0].lower() in ("a", "an", "the", "option", "choice") and len(values) > 1:

@@ -66,11 +66,24 @@ class Budget:
             raise Undecided
 
 
+def ordered(tree):
+    """The tree, its sums and products without sums and products in them, and their parts in one order."""
+    if tree[0] == "call":
+        return "call", tree[1], tuple(map(ordered, tree[2]))
+    parts = [ordered(part) if isinstance(part, tuple) else part for part in tree[1:]]
+    if tree[0] in ("add", "multiply"):
+        parts = [inner for part in parts for inner in (part[1:] if part[0] == tree[0] else [part])]
+        parts.sort(key=repr)
+    return tree[0], *parts
+
+
 def same_value(a, b, budget):
     """Whether two trees are equal where all that occurs in them is real (everywhere, if i occurs).
 
     May raise Undecided.
     """
+    if ordered(a) == ordered(b):
+        return True
     points = range(POINTS) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:

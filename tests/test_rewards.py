@@ -773,7 +773,8 @@ def test_an_undecided_answer_is_not_paid_as_a_wrong_one_by_the_math_recipe():
     texts = [f"<think>x</think> <answer>{answer}</answer>" for answer in answers]
     totals, parts = paid(REWARD_SETS["math"], [""] * 3, texts, answer=references, answer_format="r1")
     assert parts == {"math_reward": [None, 1.0, 0.0], "r1_format_reward": [1.0, 1.0, 1.0]}
-    assert math.isnan(totals[0]) and totals[1:] == [1.0, 0.0]
+    assert math.isnan(totals[0])
+    assert totals[1:] == [1.0, 0.0]
     assert right_answers(texts, references, "r1", "math") == [None, True, False]
 
 
