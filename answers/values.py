@@ -417,6 +417,7 @@ class Evaluation:
             raise NoValue
         if self.mp.mag(x) > 12:
             return HUGE if self.is_positive(x) else _undecided()
+        self.budget.spend(self.bits**4 // 10**7)  # by far the slowest: 4 ms with 600 bits, 0.16 s with 2,000
         return self.mp.gamma(x + 1)
 
     def binom(self, n, k):
