@@ -41,7 +41,7 @@ TEXTS = {
 }  # fmt: skip
 FONTS = {"mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm"}  # of a single letter: a letter as any other
 ACCENTS = {"overline", "bar", "vec", "hat", "overrightarrow", "tilde", "mathbb", "mathcal", "widehat", "dot"}
-BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
+BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", "langle": "rangle"}
 SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
 OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
 RUPEES = re.compile(r"\bRs\.? ?(?=\}? ?\d)")

@@ -122,7 +122,10 @@ FIGURES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 )
-ORDINALS = "half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth"
+ORDINALS = (
+    "half halves third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth fifteenth sixteenth "
+    "twentieth thirtieth fortieth fiftieth sixtieth hundredth thousandth millionth"
+)
 NEGATIONS = (
     "not no non none never without neither nor except isn't isnt aren't arent wasn't wasnt ain't cannot can't"
 )

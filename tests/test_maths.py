@@ -160,6 +160,7 @@ ALSO_SAME = [
     (r"\log(ab)", r"\log a+\log b"), (r"\log_2(xy)", r"\log_2 x + \log_2 y"), (r"\ln(x^2)", r"2\ln x"),
     (r"12\pi cm", r"12\pi"), ("4e+1", "1+4e"),
     ("$x=3$ or $x=5$", "3,5"), ("$(1,2)$ and $(3,4)$", "(1,2),(3,4)"), ("$(1,2)$, $(3,4)$", "(3,4),(1,2)"),
+    (r"\vec{v}=\langle\frac12,2\rangle", r"\langle 0.5, 2\rangle"),
     ("5 pct", "5"), (r"\text{Infinity}", r"\infty"), ("(x^3)^{1/3}", "x"), ("(x+1)^{1000}", "(1+x)^{1000}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
@@ -201,7 +202,7 @@ ALSO_OTHER = [
     (r"12 \frac{\text{m}}{\text{s}}", r"12 \frac{\text{s}}{\text{m}}"), ("4e+1", "40"),
     ("2/3 of x", "2/3"), ("July 4", "4"), (r"\text{July 4}", r"\text{June 4}"), ("5'x", "5"), ("5:x", "5"),
     ("5 for all x", "5"), ("5 per x", "5"), ("5 out of ten", "5"), ("5 of ten", "5"), ("five of 10", "10"),
-    ("ten of 5", "5"), ("5 take away two", "5"), ("HTT", "TTH"), ("HHT", "HTH"),
+    ("ten of 5", "5"), ("5 take away two", "5"), ("HTT", "TTH"), ("5 twelfths", "5"), ("HHT", "HTH"),
 ]  # fmt: skip
 
 
