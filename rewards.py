@@ -296,7 +296,7 @@ def _imported(file):
     names = []
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (SyntaxError, ValueError):  # it has not been imported, then
+    except (OSError, SyntaxError, ValueError):  # it has not been imported, then
         nodes = []
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -69,21 +69,21 @@ def balanced(accelerator, rollout, advantages, tokens, pad_id):
     tokens: of each of its groups, what they cost it. Whole groups move: a blend still finds its peers.
     """
     rank, G, device = accelerator.process_index, rollout.num_generations, rollout.ids.device
-    places = [(cost, holder) for holder, costs in enumerate(gather_object([tokens])) for cost in costs]
-    chosen = owners(*zip(*places, strict=True), accelerator.num_processes)
-    first = next(i for i, (_, holder) in enumerate(places) if holder == rank)
+    costs = [(cost, holder) for holder, own in enumerate(gather_object([tokens])) for cost in own]
+    everywhere, holders = map(list, zip(*costs, strict=True))
+    chosen = owners(everywhere, holders, accelerator.num_processes)
+    if chosen == holders:
+        return rollout, advantages
+    first = holders.index(rank)
     here = range(first, first + len(tokens))
     leaving = [i for i in here if chosen[i] != rank]
     staying = [i - first for i in here if chosen[i] == rank]
     rows = advantages.view(-1, G)
     sent = {i: (rollout.groups([i - first]).to("cpu"), rows[[i - first]].cpu()) for i in leaving}
     received = {i: pair for part in gather_object([sent]) for i, pair in part.items() if chosen[i] == rank}
-    if not leaving and not received:
-        return rollout, advantages
     pairs = [(rollout.groups(staying), rows[staying])] if staying else []
-    pairs += [
-        (moved.to(device), their_rows.to(device)) for _, (moved, their_rows) in sorted(received.items())
-    ]
+    for _, (moved, their_rows) in sorted(received.items()):
+        pairs.append((moved.to(device), their_rows.to(device)))
     rollouts, rows = zip(*pairs, strict=True)
     return joined(rollouts, pad_id), torch.cat(rows).flatten()
 
