@@ -418,12 +418,14 @@ def _explain_torch_error(error):
 
 
 def _exit_together(error):
-    """The line that all processes end with, once on each machine."""
+    """The line that all processes end with, once on each machine; at once, or gloo's threads may abort it."""
     if int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(1)  # so that the launcher does not stop the one that prints it
-        sys.exit(error.status)
-    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
-    sys.exit(error.status)
+    else:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.status)
 
 
 def _exit(error, status):
