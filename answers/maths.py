@@ -3,7 +3,8 @@
 import itertools
 from functools import lru_cache
 
-from answers.grammar import NotUnderstood, read
+from answers.expressions import NotUnderstood
+from answers.grammar import read
 from answers.numbers import parse_number
 from answers.tokens import tokenise
 from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
@@ -148,7 +149,7 @@ class Comparison:
 
     def _same_expression(self, a, b):
         (_, left, unit), (_, right, other) = a, b
-        if unit and other and unit != other:
+        if unit and other and _differ(unit, other):
             return False
         return True if left == right else self.ask(same_value, left, right)
 
@@ -179,6 +180,13 @@ class Comparison:
             return None
         except NoValue:
             return False
+
+
+def _differ(unit, other):
+    """Whether two units differ: `units` may be any, of the same power; `degrees` may be of a temperature."""
+    if ["unit"] in (list(unit), list(other)):
+        return sum(unit.values()) != sum(other.values())
+    return unit != other and {*unit, *other} not in ({"degree", "°C"}, {"degree", "°F"})
 
 
 def _all(verdicts):

@@ -4,8 +4,8 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from answers.expressions import NotUnderstood, Unit, is_product
 from answers.formats import completion_text
-from answers.grammar import NotUnderstood, Unit, is_product
 from answers.tokens import RUPEES, ascii_char, tokenise, without_wrapping
 from answers.words import (
     FIGURES,

@@ -89,6 +89,8 @@ OTHER = [
 ]  # fmt: skip
 # Right answers that a list of rewritings refused, and others of their kinds.
 ALSO_SAME = [
+    ("5 units", "5 cm"), ("10 square units", r"10\text{ cm}^2"), ("20 degrees Celsius", "20°C"),
+    ("20 degrees", "20°C"),
     (r"\frac12 ab", r"\frac{ab}{2}"), (r"ab\pi", r"\pi ab"), ("3 xy", "3xy"), ("cot 45°", "1"),
     ("sec 60°", "2"), ("f(x) = x^2+1", "x^2+1"), ("x=1; x=2", "1,2"), ("-1; 2", "-1,2"),
     ("(1,2);(3,4)", "(1,2),(3,4)"), ("⅓", r"\frac13"), ("1⅔", r"\frac53"),
@@ -165,6 +167,7 @@ ALSO_SAME = [
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
+    ("10 units", r"10\text{ cm}^2"), ("45 radians", "45°"), ("5 square units", "5 cubic units"),
     ("2ab", "2"), (r"\pi ab", r"\pi"), ("x^2ab", "x^2"), ("5 theta", "5"), ("AB", "ab"),
     ("2sin(x)", "2sin(y)"), ("3log x", "3"), ("arctan 1", "1"), ("cot 45°", "45"), ("5 and a half", "5"),
     (r"5\text{ hours, thirty minutes}", "5"), ("42 minus one", "42"), ("two-thirds of 42", "42"),
