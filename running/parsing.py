@@ -378,8 +378,7 @@ def run_main(main):
     except (SettingError, DataError, RunError, RewardError) as error:
         _exit(error, error.status)
     except SharedError as error:
-        _leave_the_others()
-        _exit_together(error)
+        _exit_together(error, _leave_the_others())
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -396,10 +395,15 @@ def run_main(main):
 
 
 def _leave_the_others():
-    """End the process group: its threads can abort a process that exits with them. All processes end here."""
+    """End the process group, if there is one: its threads can abort a process that exits with them.
+
+    All processes end here. Returns whether there was one.
+    """
     torch = sys.modules.get("torch")
-    if torch and torch.distributed.is_initialized():
+    has_others = bool(torch and torch.distributed.is_initialized())
+    if has_others:
         torch.distributed.destroy_process_group()
+    return has_others
 
 
 def _explain_torch_error(error):
@@ -417,15 +421,17 @@ def _explain_torch_error(error):
         sys.exit(1)
 
 
-def _exit_together(error):
-    """The line that all processes end with, once on each machine; at once, or gloo's threads may abort it."""
+def _exit_together(error, has_others):
+    """The line that all processes end with, once on each machine."""
     if int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(1)  # so that the launcher does not stop the one that prints it
     else:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(error.status)
+    if has_others:  # at once: threads of gloo now and then abort what ends in order
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.status)
+    sys.exit(error.status)
 
 
 def _exit(error, status):
