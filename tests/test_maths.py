@@ -219,7 +219,7 @@ UNDECIDED = [
 
 
 def judged_otherwise(pairs, verdict):
-    """The pairs that are not judged so, in either order: one test for all, since each takes time of its own."""
+    """The pairs that are not judged so, in either order. One test for all: each takes time of its own."""
     both_ways = [*pairs, *((right, left) for left, right in pairs)]
     return [pair for pair in both_ways if math_equal(*pair) is not verdict]
 
