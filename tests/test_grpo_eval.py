@@ -287,6 +287,7 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
 
 
+@pytest.mark.slow
 def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn(saved, monkeypatch, capsys):
     rows = [{"question": f"{n} pens", "answer": str(n), "level": f"Level {n % 2}"} for n in range(6)]
     write_rows(saved / "d" / "test.jsonl", rows)

@@ -282,7 +282,7 @@ def test_our_own_rules_take_at_most_quadratic_time(piece, monkeypatch):
     """A pattern with two stars before its end took minutes on a thousand commands, and nothing ended it."""
     monkeypatch.setattr(maths, "_read", maths._read.__wrapped__)
     monkeypatch.setattr(maths, "_compared", maths._compared.__wrapped__)
-    for template in ("{}", "5{}", "x={}y", "{}+;"):
+    for template in ("5{}", "x={}+;"):
         short, long = (template.format(piece * (size // len(piece))) for size in (247, 988))
         assert not math_equal(long, "x+42")
         assert growth(lambda text: math_equal(text, "x+42"), short, long, limit=32) < 32

@@ -290,7 +290,7 @@ def asked_at(moments):
     return asked
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", in_full(MOMENTS, 2))
 def test_stopped_at_any_moment_and_resumed_is_the_same_run(
     moment, start, uninterrupted, tmp_path, monkeypatch
 ):

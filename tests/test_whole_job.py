@@ -67,6 +67,7 @@ def test_the_entropy_is_what_sampling_at_that_temperature_is_surprised_by_on_ave
     assert sum(entropy) / len(entropy) == pytest.approx(sum(surprise) / len(surprise), rel=0.3)
 
 
+@pytest.mark.slow
 def test_a_warm_start_leaves_the_held_out_out_and_is_made_again_for_other_settings(tmp_path, monkeypatch):
     made = []
 
