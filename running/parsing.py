@@ -374,7 +374,8 @@ def run_main(main):
     raise_on_interrupt()
     try:
         main()
-        _leave_the_others()
+        if _leave_the_others():
+            _exit_at_once(0)
     except (SettingError, DataError, RunError, RewardError) as error:
         _exit(error, error.status)
     except SharedError as error:
@@ -427,11 +428,16 @@ def _exit_together(error, has_others):
         time.sleep(1)  # so that the launcher does not stop the one that prints it
     else:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-    if has_others:  # at once: threads of gloo now and then abort what ends in order
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(error.status)
+    if has_others:
+        _exit_at_once(error.status)
     sys.exit(error.status)
+
+
+def _exit_at_once(status):
+    """Without Python's own end, in which threads of gloo now and then abort a process that is done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _exit(error, status):
