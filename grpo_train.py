@@ -548,16 +548,16 @@ def update(learner, rollout, advantages, config):
     num_sequences, num_kept, num_tokens, num_signals, num_scored, num_tokens_scored = (
         learner.sum_over_processes(*sums)
     )
-    masked = {"scored_completions": int(num_scored)}
+    counts = {"scored_completions": int(num_scored)}
     if config.mask_truncated_completions:
-        masked["masked_completions"] = int(num_sequences - num_kept)
+        counts["masked_completions"] = int(num_sequences - num_kept)
     # Adam's momentum alone would move the weights
     if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
             learner.schedule.step()
-        masked["scored_completions"] = 0
+        counts["scored_completions"] = 0
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
-        return {"skipped": reason, "grad_norm": 0.0, **masked}
+        return {"skipped": reason, "grad_norm": 0.0, **counts}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
@@ -581,11 +581,11 @@ def update(learner, rollout, advantages, config):
     return {
         "loss": loss / config.mu,
         **{name: total / (config.mu * num_tokens_scored) for name, total in totals.items()},
-        "logp_diff": logp_diff
-        / num_tokens_scored,  # of the first pass, which the sampler's log-probs belong to
+        # of the first pass, which the sampler's log-probs belong to
+        "logp_diff": logp_diff / num_tokens_scored,
         "logp_diff_max": max_over_processes(largest_difference),
         "grad_norm": statistics.fmean(norms),
-        **masked,
+        **counts,
         **skipped,
     }
 

@@ -24,6 +24,7 @@ from answers.words import (
 )
 
 DEEPEST = 40  # brackets within brackets
+# Python's own limit for int(). Exponents have the same bound, so that 1e4000000 is never computed.
 MAX_DIGITS = 4300
 ENCLOSING = {"|": "|", "lfloor": "rfloor", "lceil": "rceil"}
 CALLS = {"|": "abs", "lfloor": "floor", "lceil": "ceil"}
@@ -631,8 +632,8 @@ class Unit(Reader):
         parts = []
         for _ in range(2):
             end = closing(self.tokens, self.at) if self.next().is_("{") else self.at
-            inside = Unit(self.tokens[self.at : end + 1]).tokens
-            parts.append(Unit(without_braces(inside)).whole(units_only=True))
+            inside = without_braces(self.tokens[self.at : end + 1])
+            parts.append(Unit(inside).whole(units_only=True))
             self.at = end + 1
         top, bottom = parts
         return {name: top.get(name, 0) - bottom.get(name, 0) for name in (*top, *bottom)}

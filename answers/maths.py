@@ -97,9 +97,8 @@ class Comparison:
     def same(self, a, b):
         kinds = {a[0], b[0]}
         if len(kinds) == 1:
-            return getattr(self, f"_same_{a[0]}", self._same_in_order)(
-                a, b
-            )  # of brackets and matrices, in order
+            # of brackets and matrices, in order
+            return getattr(self, f"_same_{a[0]}", self._same_in_order)(a, b)
         if kinds == {"expression", "words"}:  # a choice: C, and (C)
             value, words = (a, b) if a[0] == "expression" else (b, a)
             return value[1][0] == "symbol" and value[1][1].lower() == words[1]

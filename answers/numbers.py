@@ -4,7 +4,7 @@ import re
 import unicodedata
 from fractions import Fraction
 
-from answers.expressions import NotUnderstood, Unit, is_product
+from answers.expressions import MAX_DIGITS, NotUnderstood, Unit, is_product
 from answers.formats import completion_text
 from answers.tokens import RUPEES, ascii_char, tokenise, without_wrapping
 from answers.words import (
@@ -19,9 +19,6 @@ from answers.words import (
     UNIT_POWERS,
     UNITS,
 )
-
-# Python's own limit for int(). Exponents have the same bound, so that 1e4000000 is never computed.
-MAX_DIGITS = 4300
 
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE]([+-]?[0-9]+))?"

@@ -145,10 +145,8 @@ def _balanced(text):
 def tokenise(text):
     """The tokens of an answer; each character is in one of them, but for spaces and size commands."""
     out, spaced, font = [], False, None
-    fonts, depth = (
-        [],
-        0,
-    )  # of each open brace the \\text{} or its like that it belongs to; open other brackets
+    fonts = []  # of each open brace, the \\text{} or its like that it belongs to, or None
+    depth = 0  # of other open brackets
     for match in LEXEMES.finditer(normal_characters(without_wrapping(text))):
         kind, raw = match.lastgroup, match[0]
         name = raw[1:] if kind == "command" else ""
@@ -171,11 +169,13 @@ def tokenise(text):
         is_letter = len(value) == 1 and (in_font in FONTS or value in "ei")
         is_text = in_font is not None and not is_letter
         font = None
-        values = value.split(",") if kind == "comma" and depth > 0 else [value.replace(",", "")]
-        for n, part in enumerate(values if kind == "comma" else [value]):
-            if n:
-                out.append(Token("sign", ","))
-            out.append(Token("number" if kind == "comma" else kind, part, spaced and not n, is_text))
+        if kind == "comma":  # 1,234: one number, or in brackets two
+            first, *others = value.split(",") if depth > 0 else [value.replace(",", "")]
+            out.append(Token("number", first, spaced, is_text))
+            for part in others:
+                out += [Token("sign", ","), Token("number", part, False, is_text)]
+        else:
+            out.append(Token(kind, value, spaced, is_text))
         spaced = False
     return tuple(out)
 

@@ -14,12 +14,8 @@ import mpmath
 
 EXACT_BITS = 15_000  # an exact rational has at most so many; beyond it is a float of the precision at hand
 LARGEST = 20_000  # bits of a value's magnitude, up or down
-WIDEST = (
-    2_000  # bits between the largest and the smallest number of a pair, so that both can be seen in one sum
-)
-WORK_A_SECOND = (
-    1_000_000  # functions that are computed, times the bits of each: what a slow core does at least
-)
+WIDEST = 2_000  # bits between the largest and the smallest number of a pair: one sum must show both
+WORK_A_SECOND = 1_000_000  # of functions that are computed, the bits of each: what a slow core does at least
 POINTS = 4
 RECIPROCAL = {"arccot": "arctan", "arcsec": "arccos", "arccsc": "arcsin"}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
@@ -126,10 +122,8 @@ def _at(tree, point):
 
 
 def _positive_at(tree, point, budget):
-    value = Evaluation(250, point, budget).of(tree)
-    return (isinstance(value, Fraction | mpmath.mpf) and value > 0) or (
-        not mpmath.im(value) and mpmath.re(value) > 0
-    )
+    at_point = Evaluation(250, point, budget)
+    return at_point.is_positive(at_point.of(tree))
 
 
 def value_of(name, point):
@@ -151,7 +145,7 @@ def _equal_at(a, b, point, budget):
         return (False, True) if _is_huge(x) != _is_huge(y) else _undecided()
     if any(map(_is_infinite, (x, y))):
         return _is_infinite(x) and _is_infinite(y) and x == y, True
-    width = first.width(x, y)
+    width = first.largest - first.smallest
     if width <= 60 and not first.near(x, y, first.largest - 100):
         return False, first.all_real
     if width > WIDEST:
@@ -181,7 +175,7 @@ class Evaluation:
 
     def __init__(self, bits, point, budget):
         if not hasattr(_local, "context"):
-            _local.context = mpmath.mp.clone() if hasattr(mpmath.mp, "clone") else mpmath.MPContext()
+            _local.context = mpmath.mp.clone()
         self.mp, self.point, self.bits = _local.context, point, bits
         self.mp.prec = bits
         self.largest, self.smallest, self.budget = 0, 0, budget
@@ -235,9 +229,6 @@ class Evaluation:
         ):
             raise Undecided
         return HUGE if self.is_positive(a) and self.is_positive(b) else HUGE_UNSIGNED
-
-    def width(self, *values):
-        return self.largest - self.smallest
 
     def float(self, x):
         if _is_huge(x):

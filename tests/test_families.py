@@ -106,48 +106,58 @@ def test_what_cannot_be_served_is_one_line(start, words, shape, words_of_it):
     assert "\n" not in str(error.value)
 
 
-def test_embeddings_that_are_scaled_for_ids_alone_are_refused(start, words, monkeypatch):
+@pytest.fixture
+def with_forward(start, words, monkeypatch):
+    """Let Qwen3's body run change(its own forward, the body, input_ids, inputs_embeds, ...) instead."""
+
+    def give(change):
+        body = type(loaded(start, words, "Qwen3").model)
+        honest = body.forward
+
+        def forward(self, input_ids=None, inputs_embeds=None, **more):
+            return change(honest, self, input_ids, inputs_embeds, **more)
+
+        monkeypatch.setattr(body, "forward", forward)
+
+    return give
+
+
+def test_embeddings_that_are_scaled_for_ids_alone_are_refused(start, words, with_forward):
     """Training on embeddings agreed with sampling on them, and with nobody else."""
-    body = type(loaded(start, words, "Qwen3").model)
-    honest = body.forward
 
-    def forward(self, input_ids=None, inputs_embeds=None, **more):
+    def scaled(honest, body, input_ids, inputs_embeds, **more):
         if input_ids is not None:
-            inputs_embeds = 2 * self.embed_tokens(input_ids)
-        return honest(self, inputs_embeds=inputs_embeds, **more)
+            inputs_embeds = 2 * body.embed_tokens(input_ids)
+        return honest(body, inputs_embeds=inputs_embeds, **more)
 
-    monkeypatch.setattr(body, "forward", forward)
+    with_forward(scaled)
     with pytest.raises(SettingError, match="other logits for ids than for their embeddings"):
         load_model(start("Qwen3"), words, torch.float32, CPU)
 
 
-def test_a_model_that_reads_no_embeddings_but_those_of_tokens_is_refused(start, words, monkeypatch):
+def test_a_model_that_reads_no_embeddings_but_those_of_tokens_is_refused(start, words, with_forward):
     """With M3PO its inputs are blended; Gemma-4 ended in a traceback at the first decode step."""
-    body = type(loaded(start, words, "Qwen3").model)
-    honest = body.forward
 
-    def forward(self, input_ids=None, inputs_embeds=None, **more):
-        table = self.embed_tokens.weight
+    def of_tokens_only(honest, body, input_ids, inputs_embeds, **more):
+        table = body.embed_tokens.weight
         if inputs_embeds is not None and not (inputs_embeds[..., None, :] == table).all(-1).any(-1).all():
             raise KeyError("no token has this embedding")
-        return honest(self, input_ids=input_ids, inputs_embeds=inputs_embeds, **more)
+        return honest(body, input_ids=input_ids, inputs_embeds=inputs_embeds, **more)
 
-    monkeypatch.setattr(body, "forward", forward)
+    with_forward(of_tokens_only)
     with pytest.raises(SettingError, match="on their embeddings alone .*no token has this embedding"):
         load_model(start("Qwen3"), words, torch.float32, CPU)
 
 
-def test_a_model_that_scores_otherwise_in_train_mode_is_refused(start, words, monkeypatch):
+def test_a_model_that_scores_otherwise_in_train_mode_is_refused(start, words, with_forward):
     """Not random, so that two scorings agree; the update would train another model than the one sampled."""
-    body = type(loaded(start, words, "Qwen3").model)
-    honest = body.forward
 
-    def forward(self, input_ids=None, inputs_embeds=None, **more):
-        embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        noise = 0.1 if self.training else 0.0
-        return honest(self, inputs_embeds=embeds + noise * embeds.flip(-1), **more)
+    def otherwise(honest, body, input_ids, inputs_embeds, **more):
+        embeds = body.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        noise = 0.1 if body.training else 0.0
+        return honest(body, inputs_embeds=embeds + noise * embeds.flip(-1), **more)
 
-    monkeypatch.setattr(body, "forward", forward)
+    with_forward(otherwise)
     with pytest.raises(SettingError, match="other logits in train mode than in evaluation"):
         load_policy(settings(), start("Qwen3"), words, CPU)
 

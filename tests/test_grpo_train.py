@@ -172,6 +172,20 @@ def test_rows_without_an_advantage_are_left_out_of_the_same_gradient(tokenizer, 
     assert gradient(0.1)[2] == all_rows
 
 
+def test_the_update_computes_the_groups_that_its_share_leaves_it(tokenizer, prompts, monkeypatch):
+    """Of several processes each takes groups of others, by their tokens."""
+    small = small_update(tokenizer, prompts)
+
+    def share(rollout, advantages, scored):
+        assert scored.tolist() == [True] * 4 + [False] * 4 + [True] * (len(prompts) * 4 - 8)
+        return rollout.groups([0, 3]), advantages.view(-1, 4)[[0, 3]].flatten()
+
+    monkeypatch.setattr(small.learner, "share_evenly", share)
+    advantages = small.advantages
+    advantages[4:8] = 0.0
+    assert small.update(advantages)["scored_completions"] == 8
+
+
 def test_importance_weights_reach_the_loss(tokenizer, prompts):
     """The sampler's log-probs are lower than the update's: with the ratio counted, the gradient grows."""
     norms = {}
