@@ -93,7 +93,7 @@ class Card:
 
 @pytest.mark.parametrize(
     ("room", "checkpointing", "recomputes"),
-    [(300, "auto", True), (300, "off", False), (5000, "auto", False), (300, "on", True)],
+    [(150, "auto", True), (150, "off", False), (5000, "auto", False), (150, "on", True)],
 )
 def test_the_token_budget_is_what_the_free_memory_holds(
     tokenizer, prompts, monkeypatch, room, checkpointing, recomputes
