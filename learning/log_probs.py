@@ -83,9 +83,11 @@ class Scorer(nn.Module):
             longest = max(rollout.sizes[1][n] for n in rows.tolist())
             blended = self._completion_inputs(rollout, rows, longest).flatten(0, 1)
             completion_inputs = blended.index_select(0, packing.row * longest + packing.token)
-        inputs = torch.cat([prompt_inputs, completion_inputs])
+        inputs = torch.cat([prompt_inputs[None], completion_inputs[None]], dim=1)
+        if torch.is_grad_enabled() and not inputs.requires_grad:  # a frozen table: the first layer would be
+            inputs.requires_grad_()  # compiled once more than the others, for inputs without a gradient
         how = dict(position_ids=packing.positions, segments=packing.segments, use_cache=False)
-        [states] = model_body(self.model)(inputs_embeds=inputs[None], **how).last_hidden_state  # (tokens, E)
+        [states] = model_body(self.model)(inputs_embeds=inputs, **how).last_hidden_state  # (tokens, E)
         # a row's first token is predicted by its prompt's last, each other by the one before it
         first = torch.arange(len(rows), device=inputs.device)
         row, token = torch.cat([first, packing.row]), torch.cat([torch.zeros_like(first), packing.token + 1])

@@ -18,7 +18,8 @@ from decoding.any_model import known_family
 from decoding.engine import say
 from decoding.rollout import to_device
 
-FLASH, MASKED = "packed_flash", "packed_masked"  # transformers makes no mask for names it does not know
+# transformers makes no mask for a name that it does not know, and takes one with "flash" in it for its own
+FLASH, MASKED = "packed_varlen", "packed_masked"
 
 
 class Segments(NamedTuple):

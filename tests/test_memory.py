@@ -151,7 +151,10 @@ def test_auto_recomputes_before_it_gives_up(tokenizer, prompts):
 
 
 def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budget():
-    assert [len(rows) for rows in micro_batches(SimpleNamespace(sizes=([4] * 10, [6] * 10), num_generations=1), 50)] == [5, 5]
+    assert [
+        len(rows)
+        for rows in micro_batches(SimpleNamespace(sizes=([4] * 10, [6] * 10), num_generations=1), 50)
+    ] == [5, 5]
     for given, expected in ((None, 77), (50, 50)):
         budget = TokenBudget(Config(micro_batch_tokens=given), None)
         budget.restore([77, False])
