@@ -12,9 +12,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import head_output, model_body, real_logits, softcap
+from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
-from learning.packing import FLASH, attend_packed, is_packed, pack
+from decoding.self_test import probe_rollout
+from errors import one_line
+from learning.packing import FLASH, attend_packed, do_not_pack, is_packed, pack
 from m3po_module import blend
 
 head_kernels = None
@@ -159,14 +161,31 @@ class Scorer(nn.Module):
 
 
 def make_scorer(model, tables, config):
-    """The Scorer of a model that from now on only scores rollouts.
+    """The Scorer of a model that from now on only scores rollouts; its rows are packed where they can be.
 
     Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
     """
     on_cuda = model.device.type == "cuda"
+    trial = Scorer(model, tables, config.bf16)
+    whole = _probe_states(trial)
     attend_packed(model, torch.bfloat16 if config.bf16 and on_cuda else torch.float32)
+    if is_packed(model):
+        try:
+            reason = "a packed forward gives other states" if far_apart(_probe_states(trial), whole) else None
+        except Exception as error:  # the code of a hub's model may raise anything
+            reason = one_line(error)
+        if reason:
+            do_not_pack(model, reason)
     compiled = config.torch_compile and on_cuda and not config.fsdp
     return Scorer(model, tables, config.bf16, compiled=compiled)
+
+
+@torch.no_grad()
+def _probe_states(scorer):
+    """Hidden states from which the tokens of a few made-up completions are predicted, in a fixed order."""
+    with torch.autocast(**scorer.autocast):
+        states, row, token = scorer.hidden(probe_rollout(scorer.model), [0, 1, 2, 3])
+    return states[(row * (int(token.max()) + 1) + token).argsort()]
 
 
 class TokenScores(torch.autograd.Function):
