@@ -169,8 +169,7 @@ def gsm8k_case(case, args, emit):
 
 
 def whole_steps(case, suffix, m3po_lambda, args, emit):
-    """A real run from a supervised start: what a step takes, and how much of it is neither rollout nor update.
-    """
+    """A real run from a supervised start: what a step takes, and the share that is no rollout or update."""
     with tempfile.TemporaryDirectory() as folder:
         settings = dict(model=args.start, dataset=args.data, output_dir=folder, overwrite_output_dir="true")
         settings |= dict(batch_size=64, num_generations=8, num_steps=30, max_completion_length=256, mu=1)
