@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decoding.any_model import attend_without_mask, head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
+from learning.precision import compute_dtype
 from m3po_module import blend
 
 
@@ -35,7 +36,7 @@ class Scorer(nn.Module):
     The one module that data parallelism wraps: nothing else touches policy weights while gradients are taken.
     """
 
-    def __init__(self, model, tables, bf16=False, chunk_tokens=4096, compiled=False):
+    def __init__(self, model, tables, dtype=torch.float32, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
         self.formulas = token_scores, logits_gradient
@@ -43,7 +44,8 @@ class Scorer(nn.Module):
             compile_layers(model)
             self.formulas = [torch.compile(formula, dynamic=True) for formula in self.formulas]
         kind = model.device.type
-        self.autocast = dict(device_type=kind, dtype=torch.bfloat16, enabled=bf16 and kind == "cuda")
+        is_half = dtype != torch.float32 and kind == "cuda"  # the CPU computes in float32
+        self.autocast = dict(device_type=kind, dtype=dtype, enabled=is_half)
 
     def forward(self, rollout, rows):
         """Log-probs and entropies (n, T) float32 of n rows, a list of indices, at the sampling temperature.
@@ -102,7 +104,7 @@ class Scorer(nn.Module):
     def _embed(self, ids):
         """The embedding module's output (Gemma scales it), in the dtype that the sampler has it in."""
         embeds = self.model.get_input_embeddings()(ids)
-        return embeds.to(torch.bfloat16) if self.autocast["enabled"] else embeds
+        return embeds.to(self.autocast["dtype"]) if self.autocast["enabled"] else embeds
 
     def _score(self, hidden, targets, temperature):
         raw = head_output(self.model, hidden)  # (m, W), the only place where logits exist
@@ -123,7 +125,7 @@ def make_scorer(model, tables, config):
     """
     attend_without_mask(model)
     compiled = config.torch_compile and model.device.type == "cuda" and not config.fsdp
-    return Scorer(model, tables, config.bf16, compiled=compiled)
+    return Scorer(model, tables, compute_dtype(config.precision, model.device), compiled=compiled)
 
 
 class TokenScores(torch.autograd.Function):

@@ -882,10 +882,10 @@ def test_another_run_s_checkpoint_is_refused_with_both_values(name, start, cut):
 def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
     algorithm = """seed batch_size num_generations temperature mu beta epsilon epsilon_high loss_type
         scale_rewards learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2 warmup_ratio
-        lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length bf16
-        rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights answer_format
-        eval_problems dataset limit optimizer dynamic_sampling m3po_lambda m3po_temperature m3po_similarity
-        lora_r lora_alpha model warm_start"""
+        lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length
+        precision rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights
+        answer_format eval_problems dataset limit optimizer dynamic_sampling m3po_lambda m3po_temperature
+        m3po_similarity lora_r lora_alpha model warm_start"""
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
     assert not names & free_on_resume(grpo_train.Config)
