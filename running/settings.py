@@ -179,9 +179,9 @@ class TrainConfig:
     precision: Literal["bf16", "fp16", "fp32"] = setting(
         "bf16",
         "on CUDA: what rollouts and the update (autocast over float32 weights) compute in; the CPU always "
-        "computes in float32. fp16 rounds finer than bf16 and has been reported to make the difference between "
-        "sampler and update vanish (arXiv 2510.26788), but it ends at 65504: the loss is scaled, and a step "
-        "that overflows is skipped. bf16 false is fp32",
+        "computes in float32. fp16 rounds finer than bf16 and has been reported to make the difference "
+        "between sampler and update vanish (arXiv 2510.26788), but it ends at 65504: the loss is scaled, and "
+        "a step that overflows is skipped. bf16 false is fp32",
         inherited=True,
         switches={"bf16": ("bf16", "fp32")},
     )
