@@ -244,7 +244,7 @@ def test_the_scale_is_halved_down_to_1_and_doubled_after_many_good_steps(monkeyp
         values[-1] = (scale.value, values[-1])
     assert [value for value, _ in values] == [4, 4, 2, 2, 2, 4, 2, 1, 1, 1, 1]
     assert [helps for _, helps in values if helps is not None] == [True, True, True, False, False]
-    assert precision.LossScale().value == 65536
+    assert LossScale().value == 16384
     again = LossScale()
     again.restore(json.loads(json.dumps(scale.state())))
     assert again == scale
@@ -257,7 +257,7 @@ def test_a_scaled_step_is_the_plain_one_to_the_bit(settings, tokenizer, prompts)
     plain, scaled = (small_update(tokenizer, prompts, **settings) for _ in range(2))
     scaled.learner.loss_scale = LossScale()
     metrics = plain.update()
-    assert scaled.update() == metrics | {"loss_scale": 65536.0}
+    assert scaled.update() == metrics | {"loss_scale": 16384.0}
     assert scaled.has_weights(plain.weights())
     assert scaled.learner.loss_scale.good_steps == settings.get("mu", 1)
 
@@ -410,10 +410,10 @@ def test_two_processes_agree_on_an_overflow_that_one_of_them_had(fsdp, warm, tmp
     one, two = (json.loads((tmp_path / f"script.py.{rank}").read_text()) for rank in range(2))
     assert one == two
     assert [(has_stepped, *scale) for has_stepped, scale, _ in one] == [
-        (False, 2.0**15, 0), (True, 2.0**15, 1), (False, 2.0**14, 0), (True, 2.0**14, 1)
+        (False, 8192.0, 0), (True, 8192.0, 1), (False, 4096.0, 0), (True, 4096.0, 1)
     ]  # fmt: skip
     sums = [total for *_, total in one]
     assert sums[1] == sums[2]
     assert len(set(sums)) == 3
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [m.get("skipped") for m in metrics] == [f"{OVERFLOW}32768", None, f"{OVERFLOW}16384", None]
+    assert [m.get("skipped") for m in metrics] == [f"{OVERFLOW}8192", None, f"{OVERFLOW}4096", None]
