@@ -16,8 +16,10 @@ GROWTH_STEPS = 2000  # steps without an overflow after which the scale is double
 def compute_dtype(precision, device):
     """The dtype that rollouts, frozen weights and the update's autocast have; the CPU computes in float32.
 
-    SettingError for fp16 on the CPU: nobody asks for it by a default.
+    SettingError for another word, and for fp16 on the CPU, which is nobody's default.
     """
+    if precision not in DTYPES:
+        raise SettingError("precision", precision, "must be one of " + ", ".join(DTYPES))
     if torch.device(device).type == "cuda":
         return DTYPES[precision]
     if precision == "fp16":

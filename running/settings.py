@@ -212,7 +212,10 @@ class TrainConfig:
         resume="free",
     )
     keep_checkpoints: int = setting(2, "the newest N are kept; 0: all", resume="free")
-    max_bad_steps: int = setting(3, "stop after N steps in a row whose loss or gradient is not finite")
+    max_bad_steps: int = setting(
+        3,
+        "stop after N steps in a row whose loss or gradient is not finite (fp16: from a loss scale of 1 on)",
+    )
     cpu_threads: int | None = setting(
         None,
         "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model",

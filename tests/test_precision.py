@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,41 @@ def test_the_dtypes_of_the_precisions():
     for name, dtype in dtypes.items():
         assert compute_dtype(name, "cuda") == compute_dtype(name, torch.device("cuda", 1)) == dtype
     assert compute_dtype("bf16", "cpu") == compute_dtype("fp32", torch.device("cpu")) == torch.float32
+    with pytest.raises(SettingError, match="precision=True: must be one of bf16, fp16, fp32"):
+        load_solver("/nowhere", precision=True)
+
+
+@pytest.mark.parametrize(("bf16", "goes_on"), [(True, True), (False, False)])
+def test_a_warm_start_made_when_there_was_bf16_is_reused(bf16, goes_on, tmp_path, monkeypatch):
+    """What is whole is not trained again, and its note says bf16."""
+    (tmp_path / "warm.yaml").write_text("num_steps: 6\n")
+    config = Config(warm_start=f"{tmp_path}/warm.yaml", dataset="arithmetic", output_dir=str(tmp_path))
+    main = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
+    run, trained = SimpleNamespace(accelerator=main, find_folder=str), []
+    monkeypatch.setattr(sft_train, "train", lambda *_: trained.append(1))
+    note = tmp_path / "warm_start" / "warm_start.json"
+    note.parent.mkdir()
+    for _ in range(2):
+        sft_train.warm_start(config, run)
+    assert trained == [1], "the second time it is there"
+    noted = json.loads(note.read_text())
+    del noted["precision"]
+    note.write_text(json.dumps(noted | {"bf16": bf16}))
+    sft_train.warm_start(config, run)
+    assert (trained == [1]) == goes_on
+
+
+def test_an_unfinished_evaluation_of_when_there_was_bf16_is_gone_on_with(tmp_path):
+    saved = resolved(grpo_eval.Config()) | {"answerer": "it"}
+    del saved["precision"]
+    (tmp_path / "answers-0.jsonl").write_text("{}\n")
+    asked = SimpleNamespace(folder=tmp_path, identity="it")
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(saved | {"bf16": False}))
+    with pytest.raises(SettingError, match="precision 'fp32' there, 'bf16' here"):
+        grpo_eval.begin(asked, grpo_eval.Config())
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(saved | {"bf16": True}))
+    grpo_eval.begin(asked, grpo_eval.Config())
+    assert yaml.safe_load((tmp_path / "run_config.yaml").read_text())["precision"] == "bf16"
 
 
 @pytest.fixture
