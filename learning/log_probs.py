@@ -12,16 +12,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import attend_without_mask, head_output, model_body, real_logits, softcap
+from decoding.any_model import head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
+from learning.packing import FLASH, attend_packed, is_packed, pack
 from learning.precision import compute_dtype
 from m3po_module import blend
+
+head_kernels = None
+
+if torch.cuda.is_available():  # a torch without CUDA comes without triton
+    try:
+        from learning import head_kernels
+    except ImportError:
+        pass  # the formulas below do the same
 
 
 class Head(NamedTuple):
     """How the raw output of a model's head becomes logits.
 
-    Scalars are tensors (): torch.compile would put Python floats on the CPU.
+    Scalars are tensors () on the device.
     """
 
     temperature: torch.Tensor
@@ -39,11 +48,12 @@ class Scorer(nn.Module):
     def __init__(self, model, tables, dtype=torch.float32, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
+        kind = model.device.type
         self.formulas = token_scores, logits_gradient
+        if kind == "cuda" and head_kernels is not None:
+            self.formulas = head_kernels.token_scores, head_kernels.logits_gradient
         if compiled:
             compile_layers(model)
-            self.formulas = [torch.compile(formula, dynamic=True) for formula in self.formulas]
-        kind = model.device.type
         is_half = dtype != torch.float32 and kind == "cuda"  # the CPU computes in float32
         self.autocast = dict(device_type=kind, dtype=dtype, enabled=is_half)
 
@@ -55,8 +65,7 @@ class Scorer(nn.Module):
         with torch.autocast(**self.autocast):
             hidden, row, token = self.hidden(rollout, rows)
             targets = rollout.ids[to_device(rows, hidden.device)[row], token]
-            score = self._score_checkpointed if torch.is_grad_enabled() else self._score
-            # equal chunks: a 1-token chunk would recompile
+            score = self._score_checkpointed if self._recomputes_logits() else self._score
             chunks = max(1, -(-len(token) // self.chunk_tokens))
             pairs = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
             scores = [score(states, ids, rollout.temperature) for states, ids in pairs]
@@ -65,14 +74,42 @@ class Scorer(nn.Module):
         return zeros[0].index_put((row, token), logp), zeros[1].index_put((row, token), entropy)
 
     def hidden(self, rollout, rows):
-        """Hidden states (M, E) from which the M completion tokens of `rows` are predicted.
+        """Hidden states (M, E) from which the M completion tokens of `rows` are predicted, in any order.
 
-        Returns them, which of the rows each token is in (M,), and which token of it each is (M,). Each row
-        starts at position 0 (prompt, completion, padding at the right), so that positions are 0, 1, ... and
-        causal attention needs no mask: what follows a row's end reaches nothing before it. The host knows all
-        sizes and waits for nothing here.
+        Returns them, which of the rows each token is in (M,), and which token of it each is (M,). The host
+        knows all sizes and waits for nothing here.
         """
-        device, rows = rollout.ids.device, torch.as_tensor(rows)
+        rows = torch.as_tensor(rows)
+        return self._packed(rollout, rows) if is_packed(self.model) else self._padded(rollout, rows)
+
+    def _packed(self, rollout, rows):
+        """`hidden` where the prompt of each group goes through the model once, and nothing is padded."""
+        packing = pack(rollout, rows, self.model.config._attn_implementation == FLASH)
+        prompt_inputs = self._embed(rollout.prompt_ids.flatten()[packing.prompt_source])
+        if rollout.mix is None:
+            ids = rollout.ids[to_device(rows, rollout.ids.device)[packing.row], packing.token]
+            completion_inputs = self._embed(ids)
+        else:
+            longest = max(rollout.sizes[1][n] for n in rows.tolist())
+            blended = self._completion_inputs(rollout, rows, longest).flatten(0, 1)
+            completion_inputs = blended.index_select(0, packing.row * longest + packing.token)
+        inputs = torch.cat([prompt_inputs[None], completion_inputs[None]], dim=1)
+        if torch.is_grad_enabled() and not inputs.requires_grad:  # a frozen table: the first layer would be
+            inputs.requires_grad_()  # compiled once more than the others, for inputs without a gradient
+        how = dict(position_ids=packing.positions, segments=packing.segments, use_cache=False)
+        [states] = model_body(self.model)(inputs_embeds=inputs, **how).last_hidden_state  # (tokens, E)
+        # a row's first token is predicted by its prompt's last, each other by the one before it
+        first = torch.arange(len(rows), device=inputs.device)
+        row, token = torch.cat([first, packing.row]), torch.cat([torch.zeros_like(first), packing.token + 1])
+        return torch.cat([states[packing.last], states[len(prompt_inputs) :]]), row, token
+
+    def _padded(self, rollout, rows):
+        """`hidden` for any model: each row starts at position 0 (prompt, completion, padding at the right).
+
+        So positions are 0, 1, ... and causal attention needs no mask: what follows a row's end reaches
+        nothing before it.
+        """
+        device = rollout.ids.device
         sizes = torch.tensor(rollout.sizes)[:, rows]  # (2, n) of prompts and completions
         longest_completion, predicted = max(int(sizes[1].max()), 1), int(sizes[1].sum())
         L = int(sizes.sum(0).max()) - 1  # the last token predicts nothing
@@ -106,6 +143,11 @@ class Scorer(nn.Module):
         embeds = self.model.get_input_embeddings()(ids)
         return embeds.to(self.autocast["dtype"]) if self.autocast["enabled"] else embeds
 
+    def _recomputes_logits(self):
+        """Where activations are kept, so are the logits: a card's budget of tokens counts both."""
+        keeps = self.model.device.type == "cuda" and not self.model.is_gradient_checkpointing
+        return torch.is_grad_enabled() and not keeps
+
     def _score(self, hidden, targets, temperature):
         raw = head_output(self.model, hidden)  # (m, W), the only place where logits exist
         cap = softcap(self.model)
@@ -123,9 +165,10 @@ def make_scorer(model, tables, config):
 
     Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
     """
-    attend_without_mask(model)
+    dtype = compute_dtype(config.precision, model.device)
+    attend_packed(model, dtype)
     compiled = config.torch_compile and model.device.type == "cuda" and not config.fsdp
-    return Scorer(model, tables, compute_dtype(config.precision, model.device), compiled=compiled)
+    return Scorer(model, tables, dtype, compiled=compiled)
 
 
 class TokenScores(torch.autograd.Function):
@@ -141,8 +184,7 @@ class TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        grad = grad.clone()  # a view of a larger tensor would trigger a recompilation
-        return ctx.gradient(*ctx.saved_tensors, grad, ctx.head), None, None, None
+        return ctx.gradient(*ctx.saved_tensors, grad.contiguous(), ctx.head), None, None, None
 
 
 def _logits(raw, head):
@@ -154,8 +196,9 @@ def token_scores(raw, targets, head):
     """Log-probs of the targets, entropies and log-normalisers (m,) from the head's raw output (m, W)."""
     logits = _logits(raw, head)
     log_norm = logits.logsumexp(-1)
-    entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy, log_norm
+    scores = logits - log_norm[:, None]
+    entropy = -(scores.exp() * scores).sum(-1)
+    return scores.gather(-1, targets[:, None]).squeeze(-1), entropy, log_norm
 
 
 def logits_gradient(raw, targets, log_norm, grad, head):
