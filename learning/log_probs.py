@@ -12,9 +12,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import head_output, model_body, real_logits, softcap
+from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
-from learning.packing import FLASH, attend_packed, is_packed, pack
+from decoding.self_test import probe_rollout
+from errors import one_line
+from learning.packing import FLASH, attend_packed, do_not_pack, is_packed, pack
 from learning.precision import compute_dtype
 from m3po_module import blend
 
@@ -161,14 +163,31 @@ class Scorer(nn.Module):
 
 
 def make_scorer(model, tables, config):
-    """The Scorer of a model that from now on only scores rollouts.
+    """The Scorer of a model that from now on only scores rollouts; its rows are packed where they can be.
 
     Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
     """
     dtype = compute_dtype(config.precision, model.device)
+    trial = Scorer(model, tables, dtype)
+    whole = _probe_states(trial)
     attend_packed(model, dtype)
+    if is_packed(model):
+        try:
+            reason = "a packed forward gives other states" if far_apart(_probe_states(trial), whole) else None
+        except Exception as error:  # the code of a hub's model may raise anything
+            reason = one_line(error)
+        if reason:
+            do_not_pack(model, reason)
     compiled = config.torch_compile and model.device.type == "cuda" and not config.fsdp
     return Scorer(model, tables, dtype, compiled=compiled)
+
+
+@torch.no_grad()
+def _probe_states(scorer):
+    """Hidden states from which the tokens of a few made-up completions are predicted, in a fixed order."""
+    with torch.autocast(**scorer.autocast):
+        states, row, token = scorer.hidden(probe_rollout(scorer.model), [0, 1, 2, 3])
+    return states[(row * (int(token.max()) + 1) + token).argsort()]
 
 
 class TokenScores(torch.autograd.Function):

@@ -162,11 +162,17 @@ def attend_packed(model, dtype):
     `dtype`: of queries and keys.
     """
     if reason := why_not_packed(model):
-        say(f"update: each prompt goes through the model once a completion, not once a group ({reason})")
-        return
+        return do_not_pack(model, reason)
     reason = why_not_flash(model, dtype)
     if reason and model.device.type == "cuda":
         say(f"update: attention with a mask, which is slower than the flash kernel ({reason})")
     AttentionInterface.register(FLASH, packed_attention)
     AttentionInterface.register(MASKED, packed_attention)
     model.set_attn_implementation(MASKED if reason else FLASH)
+
+
+def do_not_pack(model, reason):
+    """Leave rows whole, prompt and padding included, and say so."""
+    if is_packed(model):
+        model.set_attn_implementation("sdpa")
+    say(f"update: each prompt goes through the model once a completion, not once a group ({reason})")
