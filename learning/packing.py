@@ -98,8 +98,12 @@ def segments_of(source, queries, keys, is_flash):
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
-    """Attention of a layer as transformers asks for it: (1, heads, M, D) -> (1, M, H, D)."""
-    assert segments is not None, "a model that attends over packed rows cannot do anything else"
+    """Attention of a layer as transformers asks for it: (1, heads, M, D) -> (1, M, H, D).
+
+    Without segments it is causal attention of rows that are not padded on the left.
+    """
+    if segments is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (M, heads, D)
     # in float32, since the gradients of a prompt's keys are sums over its completions
     k, v = (x.float().index_select(0, segments.source).to(x.dtype) for x in (k, v))
