@@ -131,7 +131,9 @@ def test_the_dtypes_of_the_precisions():
 def test_a_warm_start_made_when_there_was_bf16_is_reused(bf16, goes_on, tmp_path, monkeypatch):
     """What is whole is not trained again, and its note says bf16."""
     (tmp_path / "warm.yaml").write_text("num_steps: 6\n")
-    config = Config(warm_start=f"{tmp_path}/warm.yaml", dataset="arithmetic", output_dir=str(tmp_path))
+    (tmp_path / "data.jsonl").write_text('{"question": "2 and 3?", "answer": "5 #### 5"}\n' * 9)
+    data = dict(dataset=f"{tmp_path}/data.jsonl", output_dir=str(tmp_path))
+    config = Config(warm_start=f"{tmp_path}/warm.yaml", **data)
     main = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
     run, trained = SimpleNamespace(accelerator=main, find_folder=str), []
     monkeypatch.setattr(sft_train, "train", lambda *_: trained.append(1))
