@@ -165,7 +165,7 @@ class Scorer(nn.Module):
 def make_scorer(model, tables, config):
     """The Scorer of a model that from now on only scores rollouts; its rows are packed where they can be.
 
-    Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
+    Compiled on CUDA unless the settings say otherwise.
     """
     dtype = compute_dtype(config.precision, model.device)
     trial = Scorer(model, tables, dtype)
@@ -178,7 +178,7 @@ def make_scorer(model, tables, config):
             reason = one_line(error)
         if reason:
             do_not_pack(model, reason)
-    compiled = config.torch_compile and model.device.type == "cuda" and not config.fsdp
+    compiled = config.torch_compile and model.device.type == "cuda"
     return Scorer(model, tables, dtype, compiled=compiled)
 
 
