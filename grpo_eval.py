@@ -25,11 +25,9 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
 import yaml
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
@@ -40,8 +38,9 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
 from errors import SettingError
-from learning.models import check_positions, fingerprint, load_model, load_tokenizer, rollout_dtype
+from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
+from learning.precision import compute_dtype
 from m3po_module import SIMILARITIES
 from problems.problem import EncodedProblem, Problem
 from problems.prompts import (
@@ -62,12 +61,21 @@ from running.launching import (
     end_with_parent,
     folder_of_first,
     launch,
+    make_accelerator,
     parse_on_all,
     refuse_other_start,
     starts_processes,
 )
-from running.parsing import run_main
-from running.settings import check, check_one_of, check_prompting, free_on_resume, resolved, setting
+from running.parsing import run_main, without_switches
+from running.settings import (
+    PRECISIONS,
+    check,
+    check_one_of,
+    check_prompting,
+    free_on_resume,
+    resolved,
+    setting,
+)
 from solver import load_solver, read_questions, readable, solve, training_row
 
 TRAINED_WITH = (
@@ -213,7 +221,12 @@ class Config:
         idle_beside=(*ASIDE, "api"),
     )
     seed: int | None = from_training(42, "seeds the draws of sampling", idle_beside=("compare",))
-    bf16: bool = setting(True, "bf16 on CUDA", idle_beside=ELSEWHERE)
+    precision: Literal["bf16", "fp16", "fp32"] = setting(
+        "bf16",
+        "on CUDA: what the model computes in; the CPU computes in float32. bf16 false is fp32",
+        idle_beside=ELSEWHERE,
+        switches={"bf16": ("bf16", "fp32")},
+    )
     torch_compile: bool = changes_no_answer(
         True,
         "on CUDA: compile the decoder's step (half a minute, then faster); "
@@ -282,6 +295,7 @@ class Config:
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
         check_one_of(self, "m3po_similarity", SIMILARITIES)
+        check_one_of(self, "precision", PRECISIONS)
 
     def _check_together(self):
         """Settings that need, or exclude, others."""
@@ -354,7 +368,7 @@ class LocalModel:
         skipped = [problem for problem in problems if id(problem) not in asked]
         self.skipped = [prompting.encoded(tokenizer, problem) for problem in skipped]
         self.remarks = prompting.remarks(tokenizer, self.questions)
-        dtype = rollout_dtype(config)
+        dtype = compute_dtype(config.precision, device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
@@ -472,7 +486,7 @@ def begin(asked, config):
     folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
     refuse_whole(folder)  # another one may have finished there since
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
-        then = read_yaml(folder / "run_config.yaml")
+        then = without_switches(Config, read_yaml(folder / "run_config.yaml"))
         free = free_on_resume(Config)
         differ = [
             f"{name} {then.get(name)!r} there, {value!r} here"
@@ -601,7 +615,7 @@ def evaluate(config):
     are those of the last start.
     """
     end_with_parent()
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = make_accelerator(config)
     asked = ask_for(config, accelerator.device)
     with together():
         if accelerator.is_main_process:
@@ -674,7 +688,7 @@ def answer(config):
         config.model,
         Prompting.of(config),
         config.max_completion_length,
-        config.bf16,
+        config.precision,
         config.trust_remote_code,
         torch_compile=len(questions) > 100 and config.torch_compile,
     )

@@ -28,7 +28,7 @@ from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, t
 from decoding.tokens import end_answers_on
 from errors import RewardError, SettingError
 from learning.inspection import debug_every, inspect_group
-from learning.learner import NOT_FINITE, make_learner
+from learning.learner import make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, load_models, load_tokenizer, refresh
 from learning.parallel import max_over_processes, together
@@ -558,7 +558,7 @@ def update(learner, rollout, advantages, config):
             learner.schedule.step()
         counts["scored_completions"] = 0
         reason = "every completion was cut off and masked" if num_tokens == 0 else "no group carries a signal"
-        return {"skipped": reason, "grad_norm": 0.0, **counts}
+        return {"skipped": reason, "grad_norm": 0.0, **learner.scale_metrics(), **counts}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
     inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
@@ -573,7 +573,7 @@ def update(learner, rollout, advantages, config):
         has_stepped, norm = learner.step(losses)  # clips; no step where a loss or the norm is not finite
         norms.append(norm)
         if not has_stepped:
-            skipped = {"skipped": NOT_FINITE}
+            skipped = {"skipped": learner.why_skipped}
         for row_sum in row_sums:
             sums |= {name: sums.get(name, 0) + value for name, value in row_sum.items()}
     totals = learner.sum_over_processes(*(value.float() for value in sums.values()))
@@ -586,6 +586,7 @@ def update(learner, rollout, advantages, config):
         "logp_diff": logp_diff / num_tokens_scored,
         "logp_diff_max": max_over_processes(largest_difference),
         "grad_norm": statistics.fmean(norms),
+        **learner.scale_metrics(),
         **counts,
         **skipped,
     }

@@ -25,7 +25,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
-from learning.learner import NOT_FINITE, make_learner
+from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems, problems_of
@@ -33,7 +33,7 @@ from reporting.files import write_whole
 from running.contract import inputs_of, model_fingerprint, problems_fingerprint
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import combined, refuse_idle, run_main, settings_from_file
+from running.parsing import combined, refuse_idle, run_main, settings_from_file, without_switches
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
@@ -189,7 +189,8 @@ def train(config, outer=None):
                 "grad_norm": norm,
                 "learning_rate": learning_rate,
                 "tokens": tokens,
-                **({} if has_stepped else {"skipped": NOT_FINITE}),
+                **learner.scale_metrics(),
+                **({} if has_stepped else {"skipped": learner.why_skipped}),
             }
             run.finish_step(metrics, [problem for problem, _ in chosen])
     return run.folder
@@ -240,7 +241,7 @@ def warm_start(config, run):
             read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
             read |= {"start": model_fingerprint(settings.model)}
             if note.exists():
-                noted = json.loads(note.read_text())
+                noted = without_switches(Config, json.loads(note.read_text()))
                 is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
             made_with |= read
     if not max_over_processes(is_whole):

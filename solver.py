@@ -17,6 +17,7 @@ from decoding.rollout import Sampling
 from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
 from learning.models import check_positions, load_model, load_tokenizer
+from learning.precision import compute_dtype
 from problems.problem import Problem
 from problems.prompts import Prompting, saved_system_prompt, system_prompt_text
 from problems.sources import COLUMNS, SUFFIXES, file_rows, question_of
@@ -47,13 +48,14 @@ def load_solver(
     model="grpo_finetuned_model",
     prompting=None,
     max_completion_length=None,
-    bf16=True,
+    precision="bf16",
     trust_remote_code=False,
     torch_compile=False,
 ):
     """Load a directory or hub id.
 
     Prompting and max_completion_length that are not given are read from the run_config.yaml beside the model.
+    precision: bf16, fp16 or fp32, on CUDA; the CPU computes in float32.
     """
     trained = read_run_config(model)
     if prompting is None:
@@ -66,7 +68,7 @@ def load_solver(
         settings.system_prompt = system_prompt_text(settings)
         prompting = Prompting.of(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if bf16 and device.type == "cuda" else torch.float32
+    dtype = compute_dtype(precision, device)
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
     end_answers_on(prompting.eos_id(tokenizer), tokenizer, loaded)

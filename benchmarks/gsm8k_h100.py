@@ -120,7 +120,7 @@ def main():
             "--max_completion_length",
             300,
         )
-        evaluate(out, "reload_fp32", evals, *few, "--bf16", "false")
+        evaluate(out, "reload_fp32", evals, *few, "--precision", "fp32")
         words = [
             sys.executable,
             "-c",

@@ -104,7 +104,7 @@ def main():
             dataset=args.dataset,
             limit=args.limit,
             max_completion_length=args.length,
-            bf16=False,
+            precision="fp32",
             output_dir=temporary,
             name="ours",
         )

@@ -48,7 +48,7 @@ def main():
     ).to(device)
     # ragged whether or not the model ends its texts in time
     out.mask &= torch.arange(out.mask.shape[1], device=device) < cut
-    scorer = Scorer(policy, decoder.tables, bf16=True)
+    scorer = Scorer(policy, decoder.tables, torch.bfloat16)
 
     def difference():
         scores = torch.zeros_like(out.logp)

@@ -183,6 +183,22 @@ def scoring():
     return table(header, rows)
 
 
+def precision():
+    """bf16 beside fp16, once that was measured."""
+    if not (RESULTS / "precision.json").exists():
+        return "Not measured yet: `python benchmarks/precision.py --model DIR --data FOLDER`."
+    cases, result = values("precision")
+    rows = []
+    for case, m in cases.items():
+        seconds = [f"{m[name]:.2f}" for name in ("update_seconds", "rollout_seconds")]
+        skipped = f"{m['skipped_first_20']} / {m['skipped_after']}"
+        apart = [f"{m['logp_diff']:.4f}", f"{m['logp_diff_max']:.2f}"]
+        rows.append([case, *apart, *seconds, skipped, number(m["eval_accuracy"])])
+    header = ["case", "difference, nats: mean", "largest", "update, s", "rollout, s"]
+    header += ["steps skipped: first 20 / after", "held-out accuracy"]
+    return f"{table(header, rows)}\n\n{result['steps']} steps, medians of seconds. `{where(result)}`."
+
+
 def bench_step():
     cases, result = values("bench_step")
     card, trl = cases.pop("card"), cases["1.5b-8x8"]
@@ -369,7 +385,8 @@ def coverage():
 TABLES = {
     make.__name__: make
     for make in (
-        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, suite, math_grading),
+        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
+        math_grading,
         *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families, coverage),
     )
 }

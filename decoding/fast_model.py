@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from decoding.any_model import FAMILIES, known_family
 from decoding.rollout import pad_right, to_device
-from decoding.step import by_group
+from decoding.step import by_group, norm_shrink
 from decoding.tokens import whole_blocks
 
 kernels = None
@@ -92,11 +92,12 @@ def out_of_attention(x, attended, w: Layer, shape: Shape):
 
 def enter_norm(x, weight):
     """x (M, E) as `Normed` has it: times the norm's weight, and the sums of its squares (M, 1)."""
-    return x * weight, x.float().pow(2).sum(-1, keepdim=True)
+    return x * norm_shrink(x.dtype) * weight, x.float().pow(2).sum(-1, keepdim=True)
 
 
 def leave_norm(scaled, squares, eps):
-    return (scaled * torch.rsqrt(squares.sum(-1, keepdim=True) / scaled.shape[1] + eps)).to(scaled.dtype)
+    size = torch.rsqrt(squares.sum(-1, keepdim=True) / scaled.shape[1] + eps) / norm_shrink(scaled.dtype)
+    return (scaled * size).to(scaled.dtype)
 
 
 def add(x, change):

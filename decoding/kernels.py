@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from decoding.step import norm_shrink
 from decoding.tokens import LOGIT_BLOCK
 
 LOG2_E = 1.4426950408889634
@@ -224,6 +225,7 @@ def _linear(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SQUARES: tl.constexpr,
+    SHRINK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -270,6 +272,8 @@ def _linear(
     if NORMED:
         squares = _rows_of(squares_ptr, row, tl.arange(0, SQUARES), n, tiles_of_squares)
         size = tl.rsqrt(tl.sum(squares, 1) / E + eps)[:, None]
+        if SHRINK != 1:
+            size = size / SHRINK
         product, up = product * size, up * size
     if BIAS:
         product += tl.load(bias_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
@@ -284,6 +288,8 @@ def _linear(
         tl.store(out_ptr + offset, total, mask=valid)
         wide = total.to(tl.float32)
         norm = tl.load(norm_ptr + column, mask=column < F, other=0.0).to(tl.float32)[None, :]
+        if SHRINK != 1:
+            norm = norm * SHRINK
         tl.store(scaled_ptr + offset, (wide * norm).to(dtype), mask=valid)
         tl.store(new_squares_ptr + row * tl.num_programs(0) + tile, tl.sum(wide * wide, 1), mask=row < n)
     else:
@@ -294,7 +300,7 @@ class Normed(NamedTuple):
     """Rows x halfway through an RMS norm: times its weight, not yet divided by their root mean squares."""
 
     x: torch.Tensor  # (n, E)
-    scaled: torch.Tensor  # (n, E)
+    scaled: torch.Tensor  # (n, E), times `norm_shrink`
     squares: torch.Tensor  # (n, parts), sums of squares of x
 
 
@@ -330,6 +336,7 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
     kind = dict(
         NORMED=normed, BIAS=bias is not None, GATED=gated, RESIDUAL=adds, AT_ONCE=at_once, EARLY=EARLY
     )
+    kind["SHRINK"] = norm_shrink(a.dtype)
     kind["SQUARES"] = triton.next_power_of_2(triton.cdiv(E, 16)) if normed else 1
     sizes = dict(ROWS=rows, COLUMNS=columns, SPAN=span, PARTS=parts)
     launch = dict(num_warps=4, num_stages=stages, launch_pdl=EARLY)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from decoding.any_model import check_head, far_apart, model_body, vocab_logits
+from decoding.any_model import check_finite, check_head, far_apart, model_body, vocab_logits
 from decoding.rollout import Rollout, pad_right, to_device
 from errors import SettingError, one_line
 
@@ -55,14 +55,16 @@ def one_line_of(name, what):
         raise SettingError("model", name, remedy) from error
 
 
-def scored(model):
+def scored(model, dtype=None):
     """Logits (L, V) of each probe row from its embeddings, padded at the right, as the update reads it.
 
-    A third row of blended embeddings, as M3PO makes them, must only be read.
+    A third row of blended embeddings, as M3PO makes them, must only be read. dtype: of the embeddings, the
+    model's own by default.
     """
     rows = probe_rows(model)
     ids, _ = pad_right(rows, 0)
     embeds = model.get_input_embeddings()(to_device(ids, model.device))
+    embeds = embeds if dtype is None else embeds.to(dtype)
     embeds = torch.cat([embeds, embeds.mean(0, keepdim=True)])
     states = model_body(model)(inputs_embeds=embeds, use_cache=False).last_hidden_state
     return [vocab_logits(model, states[i, : len(row)]) for i, row in enumerate(rows)]
@@ -81,6 +83,8 @@ def check_model(model, name):
     with one_line_of(name, f"{kind} cannot be run on ids and on their embeddings alone"):
         check_head(model, name)
         theirs, ours = uncached_logits(model), scored(model)
+        for logits in theirs:
+            check_finite(logits, model.dtype, name)
         if any(map(far_apart, ours, theirs)):
             embeds = [
                 model.get_input_embeddings()(torch.tensor([row], device=model.device))
@@ -111,3 +115,13 @@ def check_train_mode(model, name):
         model.train()
         if any(map(far_apart, once, wanted)):
             raise SettingError("model", name, "gives other logits in train mode than in evaluation")
+
+
+@torch.no_grad()
+def check_autocast(model, name, dtype):
+    """Refuse a model of float32 weights that passes the range of fp16, where the update computes in that."""
+    if dtype == torch.float16 and model.dtype == torch.float32:
+        kind = f"a {model.config.model_type} model cannot be run under autocast"
+        with one_line_of(name, kind), torch.autocast(model.device.type, dtype):
+            for logits in scored(model, dtype):
+                check_finite(logits, dtype, name)

@@ -22,7 +22,8 @@ def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block
     pass over the logits.
     """
     if logits.shape[-1] % block:
-        logits = F.pad(logits, (0, -logits.shape[-1] % block), value=IMPOSSIBLE)
+        lowest = max(IMPOSSIBLE, torch.finfo(logits.dtype).min)  # fp16 has no such number
+        logits = F.pad(logits, (0, -logits.shape[-1] % block), value=lowest)
     given_temperature = temperature
     if top_k > 0 or top_p < 1:
         logits, temperature = keep_top(real_scores(logits, temperature, real), top_k, top_p), 1.0
@@ -131,6 +132,14 @@ def sample_step(rows, tables, temperature, limit, kind):
     rows.ended.logical_or_(eos)
     rows.finished.logical_or_(eos | (rows.t >= limit))
     return tokens, thinking, top
+
+
+def norm_shrink(dtype):
+    """What x times an RMS norm's weight is multiplied by until it is divided by the norm.
+
+    fp16 holds nothing above 65504, which a residual stream may come near to; a power of two rounds nothing.
+    """
+    return 1 / 16 if dtype == torch.float16 else 1.0
 
 
 def by_group(values, row_of_path):

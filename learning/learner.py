@@ -12,6 +12,7 @@ from errors import RunError, is_out_of_memory
 from learning.log_probs import make_scorer
 from learning.memory import REMEDIES, TokenBudget, within_memory
 from learning.parallel import balanced, distribute, whole
+from learning.precision import LossScale, compute_dtype
 
 NOT_FINITE = "loss or gradient not finite"  # why an optimiser step was not taken
 
@@ -30,6 +31,8 @@ class Learner:
     schedule: torch.optim.lr_scheduler.LRScheduler
     budget: TokenBudget
     max_grad_norm: float
+    loss_scale: LossScale | None = None  # of fp16 alone
+    why_skipped: str = ""  # the latest step that was not taken
 
     def share_evenly(self, rollout, advantages, scored):
         """The rollout and advantages (N,) that this process works on, so that all compute as many tokens.
@@ -49,12 +52,13 @@ class Learner:
         its results, at least one. Only `rows` of the rollout count, by default all.
 
         The loss is a sum over the global batch: DDP averages gradients, so it is multiplied by the number of
-        processes.
+        processes. In fp16 gradients are those of the scaled loss; `step` divides them again.
         """
+        scale = self.accelerator.num_processes * (self.loss_scale.value if self.loss_scale else 1.0)
 
         def one_batch(rows, counts):
             loss, sums = loss_of_rows(rows)
-            (loss * (counts * self.accelerator.num_processes)).backward()
+            (loss * (counts * scale)).backward()
             return loss.detach() * counts, {name: value * counts for name, value in sums.items()}
 
         return within_memory(self.accelerator, self.scorer, rollout, self.budget, one_batch, rows)
@@ -62,9 +66,11 @@ class Learner:
     def step(self, losses):
         """Clip the gradients, then step; returns (whether it stepped, gradient norm before clipping).
 
-        A loss or gradient that is not finite, on any process, changes no weight. The schedule goes on either
-        way, and the gradients are cleared.
+        A loss or gradient that is not finite, on any process, changes no weight, and `why_skipped` says why;
+        in fp16 it halves the loss scale. The schedule goes on either way, and the gradients are cleared.
         """
+        if self.loss_scale:
+            self.loss_scale.unscale(self.scorer.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.max_grad_norm or math.inf)
         norm = whole(norm)
         is_bad = ~(torch.isfinite(norm) & torch.isfinite(torch.stack(losses)).all())
@@ -78,7 +84,22 @@ class Learner:
                 raise RunError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
+        self._note_step(has_stepped)
         return has_stepped, float(norm)
+
+    def _note_step(self, has_stepped):
+        """Adapt the loss scale; an overflow is no bad step as long as a smaller scale may help."""
+        if has_stepped:
+            if self.loss_scale:
+                self.loss_scale.count_good_step()
+        elif self.loss_scale and self.loss_scale.halve():
+            self.why_skipped = f"fp16 overflow, loss scale now {self.loss_scale.value:.0f}"
+        else:
+            self.why_skipped = NOT_FINITE
+
+    def scale_metrics(self):
+        """The loss scale of the next step, in fp16."""
+        return {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
 
     def sum_over_processes(self, *values):
         """The sums of some 0-d tensors over all processes, as numbers."""
@@ -90,6 +111,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
+    is_fp16 = compute_dtype(config.precision, policy.device) == torch.float16
     return Learner(
         accelerator=accelerator,
         policy=policy,
@@ -101,6 +123,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
         schedule=schedule,
         budget=TokenBudget(config, policy),
         max_grad_norm=config.max_grad_norm,
+        loss_scale=LossScale() if is_fp16 else None,
     )
 
 

@@ -17,6 +17,7 @@ from decoding.rollout import to_device
 from decoding.self_test import probe_rollout
 from errors import one_line
 from learning.packing import FLASH, attend_packed, do_not_pack, is_packed, pack
+from learning.precision import compute_dtype
 from m3po_module import blend
 
 head_kernels = None
@@ -46,7 +47,7 @@ class Scorer(nn.Module):
     The one module that data parallelism wraps: nothing else touches policy weights while gradients are taken.
     """
 
-    def __init__(self, model, tables, bf16=False, chunk_tokens=4096, compiled=False):
+    def __init__(self, model, tables, dtype=torch.float32, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
         kind = model.device.type
@@ -55,7 +56,8 @@ class Scorer(nn.Module):
             self.formulas = head_kernels.token_scores, head_kernels.logits_gradient
         if compiled:
             compile_layers(model)
-        self.autocast = dict(device_type=kind, dtype=torch.bfloat16, enabled=bf16 and kind == "cuda")
+        is_half = dtype != torch.float32 and kind == "cuda"  # the CPU computes in float32
+        self.autocast = dict(device_type=kind, dtype=dtype, enabled=is_half)
 
     def forward(self, rollout, rows):
         """Log-probs and entropies (n, T) float32 of n rows, a list of indices, at the sampling temperature.
@@ -141,7 +143,7 @@ class Scorer(nn.Module):
     def _embed(self, ids):
         """The embedding module's output (Gemma scales it), in the dtype that the sampler has it in."""
         embeds = self.model.get_input_embeddings()(ids)
-        return embeds.to(torch.bfloat16) if self.autocast["enabled"] else embeds
+        return embeds.to(self.autocast["dtype"]) if self.autocast["enabled"] else embeds
 
     def _recomputes_logits(self):
         """Where activations are kept, so are the logits: a card's budget of tokens counts both."""
@@ -165,10 +167,10 @@ def make_scorer(model, tables, config):
 
     Compiled on CUDA unless the settings say otherwise.
     """
-    on_cuda = model.device.type == "cuda"
-    trial = Scorer(model, tables, config.bf16)
+    dtype = compute_dtype(config.precision, model.device)
+    trial = Scorer(model, tables, dtype)
     whole = _probe_states(trial)
-    attend_packed(model, torch.bfloat16 if config.bf16 and on_cuda else torch.float32)
+    attend_packed(model, dtype)
     if is_packed(model):
         try:
             reason = "a packed forward gives other states" if far_apart(_probe_states(trial), whole) else None
@@ -176,7 +178,8 @@ def make_scorer(model, tables, config):
             reason = one_line(error)
         if reason:
             do_not_pack(model, reason)
-    return Scorer(model, tables, config.bf16, compiled=config.torch_compile and on_cuda)
+    compiled = config.torch_compile and model.device.type == "cuda"
+    return Scorer(model, tables, dtype, compiled=compiled)
 
 
 @torch.no_grad()

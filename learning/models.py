@@ -11,21 +11,25 @@ from transformers.pytorch_utils import Conv1D
 
 from decoding.any_model import far_apart, model_body
 from decoding.engine import say
-from decoding.self_test import check_model, check_train_mode, one_line_of, probe_rows, scored, uncached_logits
+from decoding.self_test import (
+    check_autocast,
+    check_model,
+    check_train_mode,
+    one_line_of,
+    probe_rows,
+    scored,
+    uncached_logits,
+)
 from decoding.tokens import arithmetic_tokenizer
 from errors import SettingError, one_line
 from learning.parallel import whole
+from learning.precision import compute_dtype
 
 # State-space models whose kernels read the weight of out_proj without calling it; peft refuses it there.
 READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 ADAPTER_NOISE = 0.05  # of adapters that are tried out: large enough to show
 IS_ADAPTER = "holds a LoRA adapter, which counts on top of another model: give the merged model"
 IS_ADAPTER += " (for output_dir/adapter that is output_dir itself), or merge the two with peft first"
-
-
-def rollout_dtype(config):
-    """bf16 on CUDA, unless bf16 is off; float32 on the CPU."""
-    return torch.bfloat16 if config.bf16 and torch.cuda.is_available() else torch.float32
 
 
 def load_tokenizer(name, trust_remote_code=False):
@@ -165,19 +169,21 @@ def load_policy(config, name, tokenizer, device):
 
     In train mode: gradient checkpointing needs it; every dropout is 0.
     """
-    dtype = rollout_dtype(config) if config.lora_r else torch.float32
+    computed_in = compute_dtype(config.precision, device)
+    dtype = computed_in if config.lora_r else torch.float32
     policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code)
     freeze_unreached(policy)
     if config.lora_r:
         torch.manual_seed(config.seed)  # the adapters do not depend on what was drawn before
         add_adapters(policy, config)
     check_train_mode(policy.train(), name)
+    check_autocast(policy, name, computed_in)
     return policy
 
 
 def load_frozen(config, name, tokenizer, device, is_checked=False):
     """A copy that samples, or that the KL is measured against: in the rollouts' dtype, without gradients."""
-    dtype = rollout_dtype(config)
+    dtype = compute_dtype(config.precision, device)
     model = load_model(name, tokenizer, dtype, device, config.trust_remote_code, is_checked)
     return model.eval().requires_grad_(False)
 

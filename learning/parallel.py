@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from decoding.rollout import joined
 from errors import SettingError, SharedError, one_line
+from learning.precision import compute_dtype
 
 
 def distribute(accelerator, scorer, config):
@@ -23,7 +24,8 @@ def distribute(accelerator, scorer, config):
         return accelerator.prepare_model(scorer)
     device = accelerator.device.type
     mesh = init_device_mesh(device, (accelerator.num_processes,))
-    half = torch.bfloat16 if config.bf16 and device == "cuda" else None
+    dtype = compute_dtype(config.precision, accelerator.device)
+    half = None if dtype == torch.float32 else dtype
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = set(scorer.model._no_split_modules or ())
     for module in scorer.model.modules():

@@ -104,6 +104,7 @@ class Checkpoints:
         return {
             "progress": vars(self.run.progress),
             "budget": self.learner.budget.state(),
+            "loss_scale": self.learner.loss_scale and self.learner.loss_scale.state(),
             "optimizer": numbers,
             "schedule": {name: value for name, value in schedule.items() if name != "lr_lambdas"},
             **noted(self.config, self.inputs),
@@ -169,6 +170,8 @@ class Checkpoints:
         load_optimizer(self.learner.optimizer, state["optimizer"], _with_prefix("optimizer.", tensors))
         load_schedule(self.learner.schedule, self.learner.optimizer, state["schedule"])
         self.learner.budget.restore(state.get("budget"))
+        if self.learner.loss_scale:
+            self.learner.loss_scale.restore(state.get("loss_scale"))
         with together():
             if self.is_main:
                 self._check_logs(state["logs"], path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from errors import RunError
 from reporting.files import MODEL_FILES, sha256_of
 from rewards import reward_files, reward_name
+from running.parsing import without_switches
 from running.settings import free_on_resume, names_with, resolved
 
 INPUTS = ("data", "held_out", "rewards", "start", "device", "world_size")  # beside the settings
@@ -101,7 +102,8 @@ def noted(config, inputs):
 
 def differences(config, then, inputs):
     """{name: (there, here)} of what a run noted `then` and what is otherwise now."""
-    now, settings = json.loads(json.dumps(resolved(config))), then["settings"]
+    now = json.loads(json.dumps(resolved(config)))
+    settings = without_switches(type(config), then["settings"])  # an older run has bf16, not precision
     free = free_on_resume(type(config))
     if config.patience or config.keep_best:  # evaluations decide where the run ends, and what is best
         free.discard("eval_every")

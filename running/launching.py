@@ -28,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from errors import RunError, SettingError
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
+from learning.precision import compute_dtype
 from reporting.files import FINISHED, LOGS, sha256_of
 from rewards import reward_files
 from running.folder import DRAWN, FOLDERS
@@ -104,7 +105,9 @@ def parse_on_all(config_class, description):
     One that was given another command, or finds another file under a name in it, is refused on all of them.
     """
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return parse_config(config_class, description=description)
+        config = parse_config(config_class, description=description)
+        check_precision(config)
+        return config
     end_with_parent()
     is_main, config = PartialState(cpu=not torch.cuda.is_available()).is_main_process, None
     with together():
@@ -116,6 +119,7 @@ def parse_on_all(config_class, description):
     refuse_unlike(named_files(config))
     with together():
         dataclasses.replace(config)  # checks it again: each machine needs the packages and rewards
+        check_precision(config)
     return config
 
 
@@ -227,12 +231,30 @@ def start_processes(config):
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
     # processes differ in their number of forwards, so DDP must not exchange buffers in each
     no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[no_broadcast])
+    accelerator = make_accelerator(config, [no_broadcast])
     torch.manual_seed(config.seed)
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     check_shares(config, accelerator.num_processes)
     return accelerator
+
+
+def make_accelerator(config, handlers=()):
+    """This process's Accelerator; the settings alone say what is computed in which precision."""
+    check_precision(config)
+    launcher_s = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launcher_s not in ("no", config.precision) and is_first_of_node():
+        unread = f"the launcher's mixed_precision={launcher_s} has no effect"
+        warnings.warn(f"{unread}: --precision is {config.precision}", stacklevel=2)
+    # of fp16, sums over parts of a product are in float32, too
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    cpu = not torch.cuda.is_available()
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=list(handlers))
+
+
+def check_precision(config):
+    """Refuse a precision that this machine has not; before anything is loaded, or other processes start."""
+    compute_dtype(config.precision, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_shares(config, processes):

@@ -72,6 +72,8 @@ REFUSED = {
     "sft_data_path": "names supervised data, which sft_train.py takes; here it is dataset",
     "unique_train_examples": "belongs to sft_train.py; here it is limit, the first N problems",
     "reward_funcs": "is reward here, FILE.py:function[=weight], or reward_set for the built-in ones",
+    "fp16": "is --precision fp16 here",
+    "mixed_precision": "is precision here: bf16, fp16 or fp32",
     "use_vllm": "is not needed: the trainer samples by itself (see decoding/)",
     "use_peft": "is --lora_r here: above 0 trains LoRA adapters",
     "load_in_4bit": "is not supported: --lora_r 32 and --optimizer adamw_8bit save memory",
@@ -104,10 +106,14 @@ def settings_from_file(config_class, path):
     hints, settings, aliases = get_type_hints(config_class), {}, _aliases(config_class)
     read = read_yaml(path)
     is_saved = read.keys() >= hints.keys() or "versions" in read
+    switches = {switch for switch, *_ in _switches(config_class)}
     for key, value in read.items():
         if is_saved and key in BESIDE:
             continue
         name = aliases.get(key, key)
+        if name in switches:
+            settings[name] = _from_yaml(name, bool, value)
+            continue
         if name in REFUSED and name not in hints:
             raise SettingError(key, value, _hint(name, hints))
         if name not in hints:
@@ -117,6 +123,7 @@ def settings_from_file(config_class, path):
             raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
         none_words = _none_words(config_class.__dataclass_fields__[name])
         settings[name] = _from_yaml(name, hints[name], value, none_words)
+    settings = without_switches(config_class, settings)
     return _with_effect(config_class, settings) if is_saved else settings
 
 
@@ -139,6 +146,28 @@ def _aliases(config_class):
     names = {field.name for field in fields}
     aliases = {alias: name for alias, name in ALIASES.items() if name in names}
     return aliases | {alias: field.name for field in fields for alias in field.metadata.get("aliases", ())}
+
+
+def _switches(config_class):
+    """(switch, setting, its values where the switch is on and off) of a script; see `setting`."""
+    for field in dataclasses.fields(config_class):
+        for switch, values in field.metadata.get("switches", {}).items():
+            yield switch, field.name, values
+
+
+def without_switches(config_class, given):
+    """The settings of one level with each switch as the setting that it is another name of.
+
+    `bf16: false` becomes `precision: fp32`. A switch beside another value of its setting is refused.
+    """
+    settings = dict(given)
+    for switch, name, (on, off) in _switches(config_class):
+        if switch in settings:
+            is_on = settings.pop(switch)
+            if settings.setdefault(name, on if is_on else off) != (on if is_on else off):
+                what = f"cannot stand beside {name}={settings[name]!r}"
+                raise SettingError(switch, is_on, f"{what}: give one of the two")
+    return settings
 
 
 def _none_words(field):
@@ -199,6 +228,7 @@ def parse_config(config_class, argv=None, description=None):
             if len(value) > 1:
                 raise SettingError(name, value, "none stands alone")
             flags[name] = None
+    flags = without_switches(config_class, flags)
     settings = combined(config_class, in_file, flags)
     config = config_class(**settings)
     refuse_idle(config, settings, flags)
@@ -214,6 +244,8 @@ def _parser(config_class, description, only_given=False):
     for field in dataclasses.fields(config_class):
         default = argparse.SUPPRESS if only_given else field.default
         parser.add_setting(field, hints[field.name], aliases, default)
+    for switch, *_ in _switches(config_class):
+        parser.add_switch(switch)
     for name in REFUSED.keys() - hints - aliases.keys():
         options = dict(nargs="?", default=argparse.SUPPRESS, action=_Refuse, help=argparse.SUPPRESS)
         parser.add_argument(*_flags(name), **options)
@@ -309,6 +341,12 @@ class _Parser(argparse.ArgumentParser):
         if field.default is True:
             off = dict(action="store_false", dest=name, default=default)
             self.add_argument(*_flags(f"no_{name}"), **off, help=text)
+
+    def add_switch(self, name):
+        """`--name [true|false]` and `--no_name`, which --help leaves to the setting that they stand for."""
+        unshown = dict(dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self.add_argument(*_flags(name), **_flag_options(bool, ()), **unshown)
+        self.add_argument(*_flags(f"no_{name}"), action="store_false", **unshown)
 
     def error(self, message):
         flag = re.match(r"unrecognized arguments: --([\w-]+)", message)

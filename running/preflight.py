@@ -22,7 +22,8 @@ from decoding.rollout import Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
 from errors import SettingError
 from learning.memory import checkpoint_bytes
-from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
+from learning.models import check_positions, load_model, load_tokenizer
+from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
@@ -40,7 +41,8 @@ def report(config, functions):
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refuse_used(config)
-    model = load_model(start, tokenizer, rollout_dtype(config), device, config.trust_remote_code).eval()
+    dtype = compute_dtype(config.precision, device)
+    model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
     check_positions(model, problems + held_out, config)
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)

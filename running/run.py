@@ -212,10 +212,11 @@ class Run:
     def _refuse_bad_steps(self, metrics):
         count = self.progress.bad_steps
         if count >= self.config.max_bad_steps:
+            or_bf16 = ", or say --precision bf16" if self.config.precision == "fp16" else ""
             raise RunError(
                 f"{count} steps in a row had a loss or gradient that is not finite, the last on problems "
                 f"{metrics['bad_examples']}; a pass that is not finite changes no weight: lower "
-                "learning_rate, or go on from the last checkpoint with --resume true"
+                f"learning_rate{or_bf16}, or go on from the last checkpoint with --resume true"
             )
 
     def save_checkpoint(self):

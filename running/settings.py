@@ -18,6 +18,7 @@ from problems.prompts import Prompting, system_prompt_text
 from rewards import GRADINGS
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
+PRECISIONS = ("bf16", "fp16", "fp32")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
 PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes mpmath triton".split()
 
@@ -31,7 +32,8 @@ def setting(default, text, **roles):
     goes_with=name: it has no effect where that one is off; idle_beside=names: where one of these is on. A
     name may be `name=value`, which is on at this value. both_given="said": beside an off on the same command
     line it is warned of, not refused. belongs_to=names: it is given for these, and goes with them.
-    none_words, aliases: further words for None, further names of the setting.
+    none_words, aliases: further words for None, further names of the setting. switches={name: (on, off)}: a
+    further name that is true or false, and the two values of the setting that it stands for.
     """
     return field(default=default, metadata={"help": text, **roles})
 
@@ -174,10 +176,14 @@ class TrainConfig:
         "on: recompute activations (less memory, a third more time); auto: where memory is short",
         inherited=True,
     )
-    bf16: bool = setting(
-        True,
-        "on CUDA: bf16 autocast over float32 weights, bf16 rollouts; the CPU always computes in float32",
+    precision: Literal["bf16", "fp16", "fp32"] = setting(
+        "bf16",
+        "on CUDA: what rollouts and the update (autocast over float32 weights) compute in; the CPU always "
+        "computes in float32. fp16 rounds finer than bf16 and has been reported to make the difference "
+        "between sampler and update vanish (arXiv 2510.26788), but it ends at 65504: the loss is scaled, and "
+        "a step that overflows is skipped. bf16 false is fp32",
         inherited=True,
+        switches={"bf16": ("bf16", "fp32")},
     )
     eval_every: int = setting(
         50,
@@ -206,7 +212,10 @@ class TrainConfig:
         resume="free",
     )
     keep_checkpoints: int = setting(2, "the newest N are kept; 0: all", resume="free")
-    max_bad_steps: int = setting(3, "stop after N steps in a row whose loss or gradient is not finite")
+    max_bad_steps: int = setting(
+        3,
+        "stop after N steps in a row whose loss or gradient is not finite (fp16: from a loss scale of 1 on)",
+    )
     cpu_threads: int | None = setting(
         None,
         "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model",
@@ -314,6 +323,7 @@ class TrainConfig:
         check_one_of(self, "gradient_checkpointing", ("auto", "on", "off"))
         check_one_of(self, "lr_scheduler_type", ("constant", "linear", "cosine"))
         check_one_of(self, "optimizer", ("adamw", "adamw_8bit"))
+        check_one_of(self, "precision", PRECISIONS)
         needs_package(self, "optimizer", self.optimizer == "adamw_8bit", "bitsandbytes", "adamw")
         trackers = "must be of " + ", ".join(TRACKERS) + ", or none"
         check(self, "report_to", lambda v: not v or set(v) <= set(TRACKERS), trackers)

@@ -13,6 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
+LINE = dict(
+    update_seconds=1.0, rollout_seconds=0.5, completion_length=100, logp_diff=0.002, logp_diff_max=0.5
+)
+
+
 @pytest.fixture
 def benchmark_module(monkeypatch):
     """Imports a file of benchmarks/ by its name."""
@@ -59,6 +64,29 @@ def test_a_result_file_says_where_its_numbers_come_from(path):
     assert (ROOT / result["script"]).exists()
     assert all(set(row) == {"case", "metric", "value", "unit"} for row in result["rows"])
     assert not re.search(r"(^|\s)/\w+/", result["command"]), "no folder of one machine"
+
+
+def test_bf16_and_fp16_stand_beside_each_other_in_a_table(benchmark_module, tmp_path, monkeypatch):
+    precision, tables = benchmark_module("precision"), benchmark_module("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.precision().startswith("Not measured yet: `python benchmarks/precision.py")
+    steps = [LINE | {"skipped": "fp16 overflow"} for _ in range(3)] + [dict(LINE) for _ in range(20)]
+    steps[0] |= {"logp_diff": 0.024, "update_seconds": 60.0, "logp_diff_max": 0.7}
+    steps[21] |= {"skipped": "fp16 overflow", "logp_diff": None}
+    steps[-1] |= {"eval_accuracy": 0.5}
+    rows = [("0.5b-gsm8k-fp16", *row) for row in precision.summary(steps)]
+    names = ("case", "metric", "value", "unit")
+    result = {
+        "script": "s.py",
+        "card": "a card",
+        "versions": {"torch": "2", "transformers": "5"},
+        "date": "d",
+    }
+    result |= {"steps": 23, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    (tmp_path / "precision.json").write_text(json.dumps(result))
+    assert tables.precision().splitlines()[2] == (
+        "| 0.5b-gsm8k-fp16 | 0.0030 | 0.70 | 1.00 | 0.50 | 3 / 1 | 0.500 |"
+    ), "a mean of 22 steps: 0.024 + 21 x 0.002"
 
 
 def test_the_cost_model_by_hand(benchmark_module):

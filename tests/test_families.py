@@ -47,7 +47,7 @@ def start(words, tmp_path_factory):
 
 def settings(**given):
     common = dict(
-        lora_r=0, lora_alpha=8, lora_target_modules=None, seed=0, bf16=False, trust_remote_code=False
+        lora_r=0, lora_alpha=8, lora_target_modules=None, seed=0, precision="fp32", trust_remote_code=False
     )
     return SimpleNamespace(**common | given)
 

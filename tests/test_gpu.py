@@ -1,5 +1,6 @@
 """What only a GPU can show: kernels, captured steps, bf16, and a run resumed on the card. `pytest -m gpu`"""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from decoding.decoder import GroupDecoder
-from decoding.fast_model import LayerCache, attend, rms_norm
+from decoding.fast_model import LayerCache, attend, enter_norm, leave_norm, rms_norm
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.step import Rows, StepKind, by_group, mix_step, sample_step
 from grpo_train import Config
@@ -49,22 +50,26 @@ def test_greedy_decoding_in_float32_equals_generate_on_the_card(family, tokenize
         assert completion.ids == made[:end]
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.03), (torch.float16, 0.01)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "gpt2"])
 @torch.no_grad()
-def test_bf16_scoring_is_close_to_bf16_sampling_and_far_from_scoring_plain_ids(family, tokenizer, prompts):
+def test_scoring_in_half_precision_is_close_to_sampling_in_it_and_far_from_scoring_plain_ids(
+    family, dtype, rounding, tokenizer, prompts
+):
     """Packed rows, where a family can be packed, no less than whole ones."""
     policy = build_model(family, tokenizer).cuda()
-    sampler = build_model(family, tokenizer, dtype=torch.bfloat16).cuda()
+    sampler = build_model(family, tokenizer, dtype=dtype).cuda()
     refresh(sampler, policy)
     decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3))
     out = sampled(decoder, prompts)
-    rows, whole = list(range(len(out.ids))), Scorer(policy, decoder.tables, bf16=True)
+    rows, whole = list(range(len(out.ids))), Scorer(policy, decoder.tables, dtype)
     before = (whole(out, rows)[0] - out.logp).abs()[out.mask].mean()
-    scorer = make_scorer(policy, decoder.tables, Config(torch_compile=False))
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    scorer = make_scorer(policy, decoder.tables, Config(torch_compile=False, precision=precision))
     assert is_packed(policy) == (family in ("llama", "qwen2", "qwen3"))
     close = (scorer(out, rows)[0] - out.logp).abs()[out.mask].mean()
     out.mix = None
-    assert close < min(0.03, 1.5 * before)
+    assert close < min(rounding, 1.5 * before)
     assert (scorer(out, rows)[0] - out.logp).abs()[out.mask].mean() > 5 * close
 
 
@@ -227,41 +232,45 @@ def test_rollouts_of_random_sizes_leave_memory_flat_and_count_nothing_after_the_
     assert max(used[150:]) <= max(used[:150]) + 2**20
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.float16, 5e-3)])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width"), [(14, 2, 64), (12, 2, 128), (4, 4, 16), (9, 3, 64), (4, 1, 8)]
 )
 @torch.no_grad()
-def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
+def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width, dtype, close):
     from decoding.kernels import decode_attention
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda").to(dtype)
 
     torch.manual_seed(0)
     S, G, P, L = 3, 4, 192, 160
     n = S * G
-    q, k, v = (torch.randn(n, h, width, device="cuda") for h in (heads, key_heads, key_heads))
-    prompt, completion = (
-        torch.randn(2, rows, key_heads, length, width, device="cuda") for rows, length in ((S, P), (n, L))
-    )
+    q, k, v = (random(n, h, width) for h in (heads, key_heads, key_heads))
+    prompt, completion = (random(2, rows, key_heads, length, width) for rows, length in ((S, P), (n, L)))
     number = torch.arange(n, device="cuda")
     slot_len, past = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
     past[0] = 0
-    cos, sin = torch.randn(2, P + L, width, device="cuda")
+    cos, sin = random(2, P + L, width)
     finished, slot = number == 5, number // G
     rows = Rows(*[None] * len(Rows._fields))._replace(
         t=past + 1, slot=slot, path=number % G, prompt_len=slot_len[slot], finished=finished
     )
-    plain = LayerCache(prompt, completion.clone(), slot_len, cos, sin)
-    expected = attend(q, k, v, plain, rows, number.view(S, G), width**-0.5)
+    # clone: float() of float32 is no copy, and `attend` writes into it
+    plain = LayerCache(prompt.float(), completion.float().clone(), slot_len, cos.float(), sin.float())
+    expected = attend(*(x.float() for x in (q, k, v)), plain, rows, number.view(S, G), width**-0.5)
     rows = rows._replace(cache_row=number.flip(0))
-    cache = plain._replace(completion=completion[:, rows.cache_row].contiguous())
+    cache = LayerCache(prompt, completion[:, rows.cache_row].contiguous(), slot_len, cos, sin)
     counter = torch.zeros(n * key_heads, dtype=torch.int32, device="cuda")
     for parts in (1, 2, 8, None):
         got = decode_attention(q, k, v, cache, rows, past, counter, width**-0.5, parts=parts)
-        assert torch.allclose(got[~finished], expected[~finished], atol=1e-4)
+        assert got.dtype == dtype
+        assert torch.allclose(got[~finished].float(), expected[~finished], atol=close)
         assert not got[5].any()
         assert not counter.any()
     going = number[~finished]
-    written = cache.completion[:, rows.cache_row[going]]
-    assert torch.allclose(written, plain.completion[:, going], atol=1e-5)
+    written = cache.completion[:, rows.cache_row[going]].float()
+    assert torch.allclose(written, plain.completion[:, going], atol=close if dtype == torch.float16 else 1e-5)
 
 
 def added(parts, B, G):
@@ -325,6 +334,32 @@ def test_the_kernel_for_few_rows_equals_plain_torch_with_what_stands_before_and_
     gate, up = normed.chunk(2, -1)
     gated = few_rows_linear(prepared, weight, b, counter, gated=True, eps=1e-6)
     assert torch.allclose(gated, torch.nn.functional.silu(gate) * up, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_the_kernel_for_few_rows_holds_a_residual_stream_near_the_end_of_fp16():
+    """60,000 times a norm's weight of 3 is no number of fp16, but the normed stream is."""
+    from decoding.kernels import Normed, few_rows_linear
+
+    torch.manual_seed(0)
+    x, residual = torch.randn(5, 96, device="cuda"), torch.randn(5, 160, device="cuda")
+    x[:, 3], residual[:, 5] = 60000.0, 60000.0
+    weight, norm = torch.randn(160, 96, device="cuda") / 10, torch.rand(96, device="cuda") + 2.5
+    x, residual, weight, norm = (tensor.half() for tensor in (x, residual, weight, norm))
+    following, counter = norm.repeat(2)[:160], torch.zeros(4096, dtype=torch.int32, device="cuda")
+
+    def apart(a, b):
+        return float((a.float() - b).norm() / b.norm())
+
+    for parts in (1, 2, None):
+        got = few_rows_linear(Normed(x, *enter_norm(x, norm)), weight, None, counter, eps=1e-6, parts=parts)
+        wanted = rms_norm(x.float(), norm.float(), 1e-6) @ weight.float().T
+        assert apart(got, wanted) < 2e-3
+        small, behind = x / 60000, dict(residual=residual, norm=following)
+        added = few_rows_linear(small, weight, None, counter, **behind, parts=parts)
+        wanted = residual.float() + small.float() @ weight.float().T
+        wanted = rms_norm(wanted, following.float(), 1e-6)
+        assert apart(leave_norm(added.scaled, added.squares, 1e-6), wanted) < 2e-3
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -457,3 +492,21 @@ def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_t
     """
     noise, resumed = stopped_and_left_alone(tmp_path, "--bf16=false", f"--torch_compile={compiled}")
     assert resumed <= max(4 * noise, least)
+
+
+@pytest.mark.parametrize("more", ["", "--lora_r=4", "--torch_compile=false", "--optimizer=adamw_8bit"])
+def test_a_run_in_fp16_scales_its_loss_and_scores_what_it_sampled(more, tmp_path):
+    """The difference of the log-probs is that of bf16, or less by far; few steps overflow."""
+    means = {}
+    for precision in ("bf16", "fp16"):
+        words = [sys.executable, "grpo_train.py", *FLAGS.split(), *more.split(), f"--precision={precision}"]
+        (tmp_path / "pays.py").write_text(PAYS)
+        words += [f"--reward={tmp_path}/pays.py:pays", f"--output_dir={tmp_path / precision}"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / precision / "metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        means[precision] = sum(m["logp_diff"] for m in metrics) / len(metrics)
+        assert all(("loss_scale" in m) == (precision == "fp16") for m in metrics)
+        assert sum("skipped" in m for m in metrics) <= 3, metrics
+    assert means["fp16"] < means["bf16"] / 2

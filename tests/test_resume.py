@@ -4,6 +4,7 @@ between.
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,8 @@ from safetensors.torch import load_file, save_file
 import grpo_train
 import sft_train
 from errors import RunError, SettingError
-from learning import learner
+from learning import learner, precision
+from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, log
 from running import folder as run_folder
@@ -156,6 +158,37 @@ def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterru
     run(settings_of(start, out, resume=True, **config), kill_at=4, monkeypatch=monkeypatch)
     run(settings_of(start, out, resume=True, **config))
     assert_same(out, uninterrupted(variant))
+
+
+def test_the_loss_scale_of_fp16_is_gone_on_with(start, tmp_path, monkeypatch):
+    """Here the CPU's float32 is scaled, from what overflows it on; two good passes double a scale."""
+    monkeypatch.setattr(learner, "compute_dtype", lambda *_: torch.float16)
+    monkeypatch.setattr(learner, "LossScale", functools.partial(LossScale, 2.0**129))
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 2)
+    run(settings_of(start, tmp_path / "whole"))
+    run(settings_of(start, tmp_path / "cut"), kill_at=3, monkeypatch=monkeypatch)
+    run(settings_of(start, tmp_path / "cut", resume=True))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    state = json.loads((tmp_path / "whole" / "checkpoint-4" / "training_state.json").read_text())
+    assert state["loss_scale"][0] < 2.0**128
+    assert any("skipped" not in metrics for metrics in everything(tmp_path / "whole")[1])
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_had_bf16_is_gone_on_from(finished, start, cut, uninterrupted, tmp_path):
+    if finished:
+        shutil.copytree(uninterrupted("full"), cut, dirs_exist_ok=True)
+    note = cut / ("finished.json" if finished else "checkpoint-2/training_state.json")
+    for bf16 in (False, True):
+        state = json.loads(note.read_text())
+        state["settings"].pop("precision", None)
+        note.write_text(json.dumps(state | {"settings": state["settings"] | {"bf16": bf16}}))
+        checkpoint.seal(cut / "checkpoint-2")
+        if not bf16:
+            with pytest.raises(SettingError, match="precision 'fp32' there, 'bf16' here"):
+                grpo_train.train(settings_of(start, cut, resume=True))
+    run(settings_of(start, cut, resume=True))
+    assert_same(cut, uninterrupted("full"))
 
 
 def with_columns(start, folder, more=1):
@@ -882,10 +915,10 @@ def test_another_run_s_checkpoint_is_refused_with_both_values(name, start, cut):
 def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
     algorithm = """seed batch_size num_generations temperature mu beta epsilon epsilon_high loss_type
         scale_rewards learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2 warmup_ratio
-        lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length bf16
-        rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights answer_format
-        eval_problems dataset limit optimizer dynamic_sampling m3po_lambda m3po_temperature m3po_similarity
-        lora_r lora_alpha model warm_start"""
+        lr_scheduler_type num_steps num_epochs outer_iterations max_completion_length max_prompt_length
+        precision rollout_is rollout_is_cap mask_truncated_completions reward reward_set reward_weights
+        answer_format eval_problems dataset limit optimizer dynamic_sampling m3po_lambda m3po_temperature
+        m3po_similarity lora_r lora_alpha model warm_start"""
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
     assert not names & free_on_resume(grpo_train.Config)

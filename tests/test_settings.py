@@ -29,7 +29,7 @@ NEVER = "model lora_r lora_target_modules optimizer".split()
 
 INHERITED = """model dataset split question_column answer_column solution_column limit answer_format grading
     system_prompt_file system_prompt prompt_format chat_template_kwargs max_prompt_length
-    max_completion_length micro_batch_tokens gradient_checkpointing bf16 eval_problems cpu_threads seed
+    max_completion_length micro_batch_tokens gradient_checkpointing precision eval_problems cpu_threads seed
     trust_remote_code torch_compile fsdp optimizer lora_r lora_alpha lora_target_modules
     num_processes""".split()
 
@@ -109,8 +109,8 @@ def test_a_bad_setting_is_named_with_its_value_and_what_would_do(flags, words):
     ("flags", "settings"),
     [
         ("--resume", dict(resume=True)),
-        ("--resume true --bf16 no", dict(resume=True, bf16=False)),
-        ("--no_bf16 --no-torch-compile", dict(bf16=False, torch_compile=False)),
+        ("--resume true --bf16 no", dict(resume=True, precision="fp32")),
+        ("--no_bf16 --no-torch-compile", dict(precision="fp32", torch_compile=False)),
         ("--batch-size 3 --save-steps 5 --model_name_or_path m", dict(batch_size=3, save_every=5, model="m")),
         ("--limit none --num-epochs null", dict(limit=None, num_epochs=None)),
         ("--num_epochs 2 --limit=7", dict(num_epochs=2.0, limit=7)),
@@ -481,11 +481,10 @@ def test_what_a_way_of_using_the_evaluation_never_reads_is_refused(mode):
     given = (
         "model dataset split limit question_column grading answer_format max_prompt_length temperature seed "
     )
-    given += (
-        "num_samples top_k batch_size bf16 output_dir name num_processes trust_remote_code m3po save_jsonl"
-    )
+    given += "num_samples top_k batch_size precision output_dir name num_processes trust_remote_code m3po "
+    given += "save_jsonl"
     values = dict.fromkeys(given.split(), "7") | {"model": "m", "dataset": "arithmetic", "split": "test"}
-    values |= {"grading": "number", "answer_format": "xml", "bf16": "false", "output_dir": "eval_runs"}
+    values |= {"grading": "number", "answer_format": "xml", "precision": "fp32", "output_dir": "eval_runs"}
     values |= {"trust_remote_code": "true", "m3po": "true", "temperature": "1", "save_jsonl": "out.jsonl"}
     served, refused = set(), {}
     for name, value in values.items():
@@ -497,7 +496,7 @@ def test_what_a_way_of_using_the_evaluation_never_reads_is_refused(mode):
         except grpo_train.SettingError as error:
             refused[name] = str(error)
     assert all(f"{name}=" in line and "\n" not in line for name, line in refused.items()), refused
-    asked = {"model", "answer_format", "temperature", "seed", "bf16", "trust_remote_code"}
+    asked = {"model", "answer_format", "temperature", "seed", "precision", "trust_remote_code"}
     expected = {
         "--ask hi": asked,
         "--questions q.txt": {*asked, "save_jsonl"},
@@ -528,7 +527,7 @@ def test_what_a_way_of_using_the_evaluation_never_reads_is_refused(mode):
             grpo_eval,
             "num_samples: 8\ntemperature: 1\nm3po: true\ntop_k: 5\nbf16: false\n",
             "--api http://x",
-            dict(m3po=False, top_k=0, num_samples=8, bf16=True),
+            dict(m3po=False, top_k=0, num_samples=8, precision="bf16"),
         ),
         (grpo_eval, "model: m\ntemperature: 1\ndataset: d\n", "--compare a b", dict(temperature=0.0)),
         (grpo_train, "fsdp: true\n", "--lora_r 4", dict(fsdp=False)),
