@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from common import ROOT, write_results
+from common import CODE, write_results
 
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(CODE))
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config

@@ -23,14 +23,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_generation import REAL, build, card_rates, synthetic_tokenizer, wait
+from common import CODE, ROOT, run_script, write_results
 
-from common import ROOT, run_script, write_results
-
-sys.path.insert(0, os.environ.get("BENCH_CODE", str(ROOT)))  # an earlier commit's, where --before asks for it
+sys.path.insert(0, str(CODE))
 import torch
 from accelerate import Accelerator
+from bench_generation import REAL, build, card_rates, synthetic_tokenizer, wait
 
+import grpo_train
 from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, pad_right, rollout_uniforms
@@ -253,6 +253,7 @@ def main():
     parser.add_argument("--trl", default="true", choices=["true", "false"])
     parser.add_argument("--name", default="bench_step", help="of the result file")
     args = parser.parse_args()
+    assert Path(grpo_train.__file__).parent == CODE, "two commits in one process"
     if args.one:
         return print(json.dumps(update_case(args.cases[0], args)))
     rows = []

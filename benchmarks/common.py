@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CODE = Path(os.environ.get("BENCH_CODE", ROOT))  # an earlier commit's, where a benchmark compares with one
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

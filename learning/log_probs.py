@@ -168,26 +168,34 @@ def make_scorer(model, tables, config):
     Compiled on CUDA unless the settings say otherwise.
     """
     dtype = compute_dtype(config.precision, model.device)
-    trial = Scorer(model, tables, dtype)
-    whole = _probe_states(trial)
+    pack_rows(Scorer(model, tables, dtype))
+    return Scorer(model, tables, dtype, compiled=config.torch_compile and model.device.type == "cuda")
+
+
+def pack_rows(scorer):
+    """Let a scorer's model, in place, attend over packed rows, unless it then gives other states."""
+    model, dtype = scorer.model, scorer.autocast["dtype"]
+    whole = _probe_states(scorer)
     attend_packed(model, dtype)
     if is_packed(model):
         try:
-            reason = "a packed forward gives other states" if far_apart(_probe_states(trial), whole) else None
+            packed = _probe_states(scorer)
+            reason = "a packed forward gives other states" if far_apart(packed, whole) else None
         except Exception as error:  # the code of a hub's model may raise anything
             reason = one_line(error)
         if reason:
             do_not_pack(model, reason)
-    compiled = config.torch_compile and model.device.type == "cuda"
-    return Scorer(model, tables, dtype, compiled=compiled)
 
 
 @torch.no_grad()
 def _probe_states(scorer):
-    """Hidden states from which the tokens of a few made-up completions are predicted, in a fixed order."""
+    """Hidden states from which the tokens of a few made-up completions are predicted, in a fixed order.
+
+    In the dtype that the forward computes in: float32 weights in the last norm make float32 of what is not.
+    """
     with torch.autocast(**scorer.autocast):
         states, row, token = scorer.hidden(probe_rollout(scorer.model), [0, 1, 2, 3])
-    return states[(row * (int(token.max()) + 1) + token).argsort()]
+    return states[(row * (int(token.max()) + 1) + token).argsort()].to(scorer.autocast["dtype"])
 
 
 class TokenScores(torch.autograd.Function):

@@ -9,9 +9,10 @@ from accelerate import Accelerator
 
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
+from decoding.tokens import token_tables
 from grpo_train import Config, update
 from learning.learner import make_learner
-from learning.log_probs import Scorer, make_scorer
+from learning.log_probs import Scorer, make_scorer, pack_rows
 from learning.memory import batch_tokens, micro_batches
 from learning.models import add_adapters
 from learning.packing import attend_packed, is_packed, pack, ranges
@@ -181,6 +182,17 @@ def test_a_model_that_cannot_be_packed_is_trained_whole_and_that_is_said(family,
     learner = make_learner(Config(**FLAGS), Accelerator(cpu=True), model, None, decoder, 10)
     rollout = decoder.rollout(prompts, Sampling(8, 4, 1.0), rollout_uniforms(0, 0, 0, len(prompts) * 4, 8))
     assert update(learner, rollout, torch.randn(len(rollout.ids)), Config(**FLAGS))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_reason_not_to_pack(family, dtype, tokenizer):
+    """Float32 weights under autocast, as on a card: the states come out of the last norm in float32."""
+    model = build_model(family, tokenizer)
+    scorer = Scorer(model, token_tables(tokenizer, model), dtype)
+    scorer.autocast["enabled"] = True
+    pack_rows(scorer)
+    assert is_packed(model)
 
 
 @pytest.mark.parametrize("breaks", [False, True])
