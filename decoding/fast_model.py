@@ -5,8 +5,8 @@ completion in a row of their own. Column j of either belongs to its token j: not
 there is no mask, only two lengths. Completions lie in chunks of C tokens of all rows, which are taken when a
 row gets so far: the limit of a completion costs nothing that is not said.
 
-n rows being decoded, R rows and S slots of storage, M tokens of any kind, P prompt tokens; H query heads and K
-key heads of width D; E embedding width, W logits.
+n rows being decoded, R rows and S slots of storage, M tokens of any kind, P prompt tokens; H query heads and
+K key heads of width D; E embedding width, W logits.
 """
 
 from typing import NamedTuple
@@ -138,12 +138,15 @@ def attend(q, k, v, cache, rows, row_of_path, scale):
     C, longest = cache.chunks[0].shape[3], int(past.max()) + 1
     chunks = cache.chunks[: -(-longest // C)]
     for i, (keys, values) in enumerate(chunks):
-        # one chunk holds the new token of every row
-        here = index if len(chunks) == 1 else index[past // C == i]
-        keys[here, :, past[here] % C], values[here, :, past[here] % C] = k[here], v[here]
+        if len(chunks) == 1:
+            keys[index, :, past], values[index, :, past] = k, v
+        else:
+            here = index[past // C == i]
+            keys[here, :, past[here] % C], values[here, :, past[here] % C] = k[here], v[here]
     prompt_keys = max(int(prompt_len.max()), 1)
     prompt_k, prompt_v = cache.prompt[:, : len(row_of_path), :, :prompt_keys]
     said = [chunk[:, :n, :, : longest - i * C] for i, chunk in enumerate(chunks)]
+    tokens = torch.arange(longest, device=q.device).split(C)
 
     def by_slot(x):  # (n, K, r, _) -> (S, K, G*r, _)
         return by_group(x, row_of_path).transpose(1, 2).flatten(2, 3)
@@ -158,10 +161,10 @@ def attend(q, k, v, cache, rows, row_of_path, scale):
     to_prompt = by_slot(q) @ prompt_k.mT + bias(
         torch.arange(prompt_keys, device=q.device) < prompt_len[:, None]
     )
-    to_completion = torch.cat([q @ keys.mT for keys, _ in said], -1) + bias(
-        torch.arange(longest, device=q.device) <= past[:, None]
-    )
-    weights = torch.cat((by_row(to_prompt), to_completion), -1).softmax(-1)
+    to_completion = [
+        q @ keys.mT + bias(token <= past[:, None]) for (keys, _), token in zip(said, tokens, strict=True)
+    ]
+    weights = torch.cat((by_row(to_prompt), *to_completion), -1).softmax(-1)
     out = by_row(by_slot(weights[..., :prompt_keys]) @ prompt_v)
     for part, (_, values) in zip(weights[..., prompt_keys:].split(C, -1), said, strict=True):
         out = out + part @ values

@@ -52,7 +52,7 @@ def _attend_to(
 
 @triton.jit
 def _chunk(chunks, number, side, dtype):
-    """Where a chunk's keys (side 0) or values (1) are: what was captured reads chunks that came later, too."""
+    """Where a chunk's keys (side 0) or values (1) are: a captured step finds those that came later, too."""
     address = tl.load(chunks + 2 * number + side).to(tl.pointer_type(dtype))
     return tl.multiple_of(address, 16)  # else it would be read two bytes at a time
 
