@@ -2,15 +2,22 @@
 the same call.
 
     python benchmarks/bench_step.py [--cases 1.5b-8x8 original-recipe ...] [--trl false]
+    python benchmarks/bench_step.py --cases 0.5b-gsm8k 0.5b-gsm8k-dead --model DIR --data FOLDER --before OLD
 
 Random weights at real sizes, prompts of 128 tokens, temperature 1, no row ends before the limit; rewards are
 drawn at random, so that every group carries a signal. Update arithmetic: (6 + 2 where there is a reference) x
-parameters, tied ones once, x unpadded prompt and completion tokens.
+parameters, tied ones once, x unpadded prompt and completion tokens; `needed` counts a prompt once a group.
+
+The cases with a model: real prompts of GSM8K, 64 x 8, and its worked solutions as completions, so that their
+lengths are real. `--before` names a checkout of an earlier commit, whose update is timed in the same call.
 """
 
 import argparse
 import gc
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,15 +26,18 @@ from bench_generation import REAL, build, card_rates, synthetic_tokenizer, wait
 
 from common import ROOT, write_results
 
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, os.environ.get("BENCH_CODE", str(ROOT)))  # an earlier commit's, where --before asks for it
 import torch
 from accelerate import Accelerator
 
+from answers.formats import ANSWER_FORMATS
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Sampling, rollout_uniforms
+from decoding.rollout import Rollout, Sampling, pad_right, rollout_uniforms
 from grpo_train import Config, group_advantages, update
 from learning.learner import make_learner
-from learning.models import add_adapters, refresh
+from learning.models import add_adapters, load_models, load_tokenizer, refresh
+from problems.prompts import Prompting
+from problems.sources import load_problems
 
 P = 128
 RECOMPUTE = dict(beta=0.04, gradient_checkpointing="on")
@@ -75,14 +85,83 @@ def our_case(case, steps, args, rates, emit):
             torch_peak = max(torch_peak, torch.cuda.max_memory_allocated())
     rollout_seconds, update_seconds = (statistics.median(x) for x in zip(*laps, strict=True))
     parameters = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    operations = (6 if config.lora_r else 8) * parameters * B * G * (P + T)  # a frozen weight has no gradient
+    each = (6 if config.lora_r else 8) * parameters  # a frozen weight has no gradient
+    operations, needed = each * B * G * (P + T), each * B * (P + G * T)
     emit(case, "step_seconds", statistics.median(map(sum, laps)), "s")
     emit(case, "rollout_seconds", rollout_seconds, "s")
     emit(case, "update_seconds", update_seconds, "s")
     emit(case, "update_share_of_matmul", operations / update_seconds / rates[1], "")
+    emit(case, "update_share_of_matmul_needed", needed / update_seconds / rates[1], "")
     emit(case, "peak_gib", torch_peak / 2**30, "GiB")
     emit(case, "reserved_gib", torch.cuda.max_memory_reserved() / 2**30, "GiB")
     emit(case, "micro_batch_tokens", learner.budget.tokens, "tokens")
+
+
+GSM8K = {"0.5b-gsm8k": dict(beta=0.005), "0.5b-gsm8k-dead": dict(beta=0.0)}
+DEAD = 0.35  # share of the groups whose rewards are all equal, in 0.5b-gsm8k-dead
+
+
+def solved_rollout(tokenizer, data, B, G):
+    """Real prompts, and as their completions B * G worked solutions of GSM8K, each with its EOS."""
+    xml = ANSWER_FORMATS["xml"]
+    problems = load_problems(data, "train")
+    asked, _ = Prompting("xml", xml.system_prompt).encode(tokenizer, problems[:B], 512)
+    pairs = [p.solution.rpartition("####")[::2] for p in problems[B : B + B * G]]
+    texts = [xml.write(reasoning.strip(), answer.strip()) for reasoning, answer in pairs]
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+    ids, mask = (x.cuda() for x in pad_right(rows, tokenizer.pad_token_id))
+    blank, ended = torch.zeros(ids.shape, device="cuda"), mask.any(-1)
+    return Rollout([p.ids for p in asked], ids, mask, blank, ended, blank.bool(), G, 1.0)
+
+
+def update_case(case, args):
+    """Seconds of an update, and the tokens of its rows: {metric: value}."""
+    B, G = 64, 8
+    config = Config(model=args.model, batch_size=B, num_generations=G, eval_every=0, **GSM8K[case])
+    tokenizer, device = load_tokenizer(args.model), torch.device("cuda")
+    policy, sampler, reference = load_models(config, args.model, tokenizer, device)
+    decoder = GroupDecoder(sampler, tokenizer, "</reasoning>", config.interaction)
+    learner = make_learner(config, Accelerator(), policy, reference, decoder, 1000)
+    rollout = solved_rollout(tokenizer, args.data, B, G)
+    advantages = torch.randn(B * G, generator=torch.Generator().manual_seed(0)).cuda()
+    if case.endswith("dead"):
+        advantages[: round(DEAD * B) * G] = 0.0
+    seconds = []
+    for _ in range(8):
+        wait()
+        started = time.perf_counter()
+        update(learner, rollout, advantages, config)
+        wait()
+        seconds.append(time.perf_counter() - started)
+    prompts, completions = rollout.sizes
+    return {
+        "update_seconds": statistics.median(seconds[3:]),
+        "first_update_seconds": seconds[0],
+        "mean_prompt": statistics.fmean(prompts),
+        "mean_completion": statistics.fmean(completions),
+        "micro_batch_tokens": learner.budget.tokens,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def gsm8k_case(case, args, emit):
+    """The update of this code, and in a process of its own that of the code before."""
+    code = {"": str(ROOT)} | ({"_before": args.before} if args.before else {})
+    seconds = {}
+    for suffix, folder in code.items():
+        command = [sys.executable, __file__, "--cases", case, "--model", args.model, "--data", args.data]
+        environment = {**os.environ, "BENCH_CODE": folder, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        made = subprocess.run(
+            [*command, "--one"], env=environment, capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            raise SystemExit(made.stderr)
+        measured = json.loads(made.stdout.splitlines()[-1])
+        seconds[suffix] = measured["update_seconds"]
+        for metric, value in measured.items():
+            emit(case, metric + suffix, value, "s" if metric.endswith("seconds") else "")
+    if args.before:
+        emit(case, "update_speedup", seconds["_before"] / seconds[""], "times")
 
 
 def trl_case(case, steps, emit):
@@ -135,13 +214,19 @@ def trl_case(case, steps, emit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=[*CASES, *GSM8K])
+    parser.add_argument("--model", help="of the cases with GSM8K's prompts")
+    parser.add_argument("--data", help="folder with GSM8K's train.jsonl")
+    parser.add_argument("--before", help="a checkout of an earlier commit, to compare with")
+    parser.add_argument("--one", action="store_true", help="this code's update alone, as a line of JSON")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro_batch_tokens", type=int, help="default: what memory holds")
     parser.add_argument("--compiled", default="true", choices=["true", "false"])
     parser.add_argument("--trl", default="true", choices=["true", "false"])
     parser.add_argument("--name", default="bench_step", help="of the result file")
     args = parser.parse_args()
+    if args.one:
+        return print(json.dumps(update_case(args.cases[0], args)))
     rows = []
 
     def emit(case, metric, value, unit):
@@ -152,6 +237,10 @@ def main():
     emit("card", "copy_rate", rates[0] / 1e12, "TB/s")
     emit("card", "matrix_rate", rates[1] / 1e12, "TFLOP/s")
     for case in args.cases:
+        if case in GSM8K:
+            gsm8k_case(case, args, emit)
+            write_results(args.name, rows)
+            continue
         our_case(case, args.steps, args, rates, emit)
         torch._dynamo.reset()  # a case has its own compiled layers, as a run has
         gc.collect()

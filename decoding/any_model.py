@@ -4,9 +4,8 @@ import inspect
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoding.rollout import pad_left, pad_right, to_device
 from decoding.tokens import IMPOSSIBLE, whole_blocks
@@ -81,18 +80,6 @@ def known_family(config):
     """Whether a text model's config is of a known family and each of its layers sees everything before it."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return config.model_type in FAMILIES and kinds == {"full_attention"}
-
-
-def attend_without_mask(model):
-    """Let a model of a known family, in place, attend without a mask: its rows are not padded on the left.
-
-    To find out by itself transformers compares the positions of each forward, and the host waits for the
-    answer before it can launch the next kernel.
-    """
-    if known_family(model.config.get_text_config()) and model.config._attn_implementation == "sdpa":
-        # transformers makes no mask for an attention that it does not know by name
-        AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-        model.set_attn_implementation("sdpa_without_mask")
 
 
 def own_cache(config):

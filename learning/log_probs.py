@@ -12,8 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import attend_without_mask, head_output, model_body, real_logits, softcap
+from decoding.any_model import head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
+from learning.packing import FLASH, attend_packed, is_packed, pack
 from m3po_module import blend
 
 
@@ -63,14 +64,42 @@ class Scorer(nn.Module):
         return zeros[0].index_put((row, token), logp), zeros[1].index_put((row, token), entropy)
 
     def hidden(self, rollout, rows):
-        """Hidden states (M, E) from which the M completion tokens of `rows` are predicted.
+        """Hidden states (M, E) from which the M completion tokens of `rows` are predicted, in any order.
 
-        Returns them, which of the rows each token is in (M,), and which token of it each is (M,). Each row
-        starts at position 0 (prompt, completion, padding at the right), so that positions are 0, 1, ... and
-        causal attention needs no mask: what follows a row's end reaches nothing before it. The host knows all
-        sizes and waits for nothing here.
+        Returns them, which of the rows each token is in (M,), and which token of it each is (M,). The host
+        knows all sizes and waits for nothing here.
         """
-        device, rows = rollout.ids.device, torch.as_tensor(rows)
+        rows = torch.as_tensor(rows)
+        return self._packed(rollout, rows) if is_packed(self.model) else self._padded(rollout, rows)
+
+    def _packed(self, rollout, rows):
+        """`hidden` where the prompt of each group goes through the model once, and nothing is padded."""
+        packing = pack(rollout, rows, self.model.config._attn_implementation == FLASH)
+        prompt_inputs = self._embed(rollout.prompt_ids.flatten()[packing.prompt_source])
+        if rollout.mix is None:
+            ids = rollout.ids[to_device(rows, rollout.ids.device)[packing.row], packing.token]
+            completion_inputs = self._embed(ids)
+        else:
+            longest = max(rollout.sizes[1][n] for n in rows.tolist())
+            blended = self._completion_inputs(rollout, rows, longest).flatten(0, 1)
+            completion_inputs = blended.index_select(0, packing.row * longest + packing.token)
+        inputs = torch.cat([prompt_inputs[None], completion_inputs[None]], dim=1)
+        if torch.is_grad_enabled() and not inputs.requires_grad:  # a frozen table: the first layer would be
+            inputs.requires_grad_()  # compiled once more than the others, for inputs without a gradient
+        how = dict(position_ids=packing.positions, segments=packing.segments, use_cache=False)
+        [states] = model_body(self.model)(inputs_embeds=inputs, **how).last_hidden_state  # (tokens, E)
+        # a row's first token is predicted by its prompt's last, each other by the one before it
+        first = torch.arange(len(rows), device=inputs.device)
+        row, token = torch.cat([first, packing.row]), torch.cat([torch.zeros_like(first), packing.token + 1])
+        return torch.cat([states[packing.last], states[len(prompt_inputs) :]]), row, token
+
+    def _padded(self, rollout, rows):
+        """`hidden` for any model: each row starts at position 0 (prompt, completion, padding at the right).
+
+        So positions are 0, 1, ... and causal attention needs no mask: what follows a row's end reaches
+        nothing before it.
+        """
+        device = rollout.ids.device
         sizes = torch.tensor(rollout.sizes)[:, rows]  # (2, n) of prompts and completions
         longest_completion, predicted = max(int(sizes[1].max()), 1), int(sizes[1].sum())
         L = int(sizes.sum(0).max()) - 1  # the last token predicts nothing
@@ -121,8 +150,9 @@ def make_scorer(model, tables, config):
 
     Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
     """
-    attend_without_mask(model)
-    compiled = config.torch_compile and model.device.type == "cuda" and not config.fsdp
+    on_cuda = model.device.type == "cuda"
+    attend_packed(model, torch.bfloat16 if config.bf16 and on_cuda else torch.float32)
+    compiled = config.torch_compile and on_cuda and not config.fsdp
     return Scorer(model, tables, config.bf16, compiled=compiled)
 
 

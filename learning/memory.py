@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from errors import RunError, is_out_of_memory
+from learning.packing import is_packed
 from learning.parallel import max_over_processes
 
 # Tokens that a model of FULL_SIZE parameters gets at once by default: more are a little faster and take
@@ -27,20 +28,41 @@ def row_lengths(rollout):
     return [prompt + completion for prompt, completion in zip(*rollout.sizes, strict=True)]
 
 
-def micro_batches(rollout, token_budget, rows=None):
-    """Lists of row indices (by default of all rows), each of at most `token_budget` tokens with padding.
+def batch_tokens(rollout, rows, packed):
+    """Tokens of some rows that go through the model: packed, the prompt of each group once; else padded."""
+    prompts, completions = rollout.sizes
+    if not packed:
+        return len(rows) * max(prompts[n] + completions[n] for n in rows)
+    firsts = {n // rollout.num_generations: n for n in rows}.values()
+    return sum(completions[n] for n in rows) + sum(prompts[n] for n in firsts)
 
-    A longer row goes alone, rows of like length go together. Among the cuts with the fewest batches, the most
-    even one is taken.
+
+def micro_batches(rollout, token_budget, rows=None, packed=False):
+    """Lists of row indices (by default of all rows), each of at most `token_budget` tokens as `batch_tokens`
+    counts them; a longer row goes alone.
+
+    Packed rows stay in their order: a group whose rows are in two batches pays for its prompt in both. Others
+    lie with rows of like length. Among the cuts with the fewest batches, the most even one is taken.
     """
-    lengths = row_lengths(rollout)
-    longest_first = sorted(range(len(lengths)) if rows is None else rows, key=lambda n: -lengths[n])
+    rows = list(range(len(rollout.sizes[0]))) if rows is None else rows
+    if not packed:
+        lengths = row_lengths(rollout)
+        rows = sorted(rows, key=lambda n: -lengths[n])
+    (prompts, completions), G = rollout.sizes, rollout.num_generations
+
+    def grown(batch, size, n):
+        """Tokens of a batch of `size` tokens with one row more."""
+        if not packed:
+            return (len(batch) + 1) * lengths[batch[0] if batch else n]
+        return size + completions[n] + (0 if batch and batch[-1] // G == n // G else prompts[n])
 
     def cut(budget):
-        batches = []
-        for n in longest_first:
-            if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
+        batches, size = [], budget
+        for n in rows:
+            size = grown(batches[-1], size, n) if batches else budget + 1
+            if size > budget:
                 batches.append([])
+                size = grown([], 0, n)
             batches[-1].append(n)
         return batches
 
@@ -63,6 +85,14 @@ class TokenBudget:
         self.may_recompute = config.gradient_checkpointing == "auto"
         if config.gradient_checkpointing == "on":
             self.recompute()
+
+    def cut(self, rollout, rows=None):
+        """The micro-batches of one optimiser step."""
+        return micro_batches(rollout, self.tokens, rows, is_packed(self.policy))
+
+    def count(self, rollout, rows):
+        """Tokens of some rows that go through the model at once."""
+        return batch_tokens(rollout, rows, is_packed(self.policy))
 
     def recompute(self):
         """From now on activations are computed again in the backward."""
@@ -95,7 +125,7 @@ class TokenBudget:
         if accelerator.device.type != "cuda":
             self.tokens = self.most
             return
-        enough = max_over_processes(min(ENOUGH_TOKENS, sum(row_lengths(rollout))))
+        enough = max_over_processes(min(ENOUGH_TOKENS, self.count(rollout, range(len(rollout.ids)))))
         fits = self._tokens_that_fit(accelerator, scorer, rollout)
         if self.may_recompute and not self.recomputes and fits < enough:
             self.recompute()
@@ -113,9 +143,8 @@ class TokenBudget:
 
         Returns False where neither is left to do.
         """
-        most_rows = max(map(len, batches), default=1)
-        if most_rows > 1:
-            self.tokens = min(self.tokens, most_rows * max(row_lengths(rollout))) // 2
+        if max(map(len, batches), default=1) > 1:
+            self.tokens = min(self.tokens, max(self.count(rollout, rows) for rows in batches)) // 2
         elif self.may_recompute and not self.recomputes:
             self.recompute()
         else:
@@ -130,7 +159,7 @@ class TokenBudget:
         wanted = ENOUGH_TOKENS if sharded else self.most
         fits = None
         while fits is None:
-            rows = micro_batches(rollout, wanted)[0]
+            rows = micro_batches(rollout, wanted, packed=is_packed(self.policy))[0]
             for p in trained:
                 p.grad = torch.zeros_like(p)  # they take memory in the real update too
             try:
@@ -155,8 +184,7 @@ class TokenBudget:
         high = self._peak(accelerator, scorer, rollout, rows)
         torch.cuda.empty_cache()
         free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
-        longest = row_lengths(rollout)[rows[0]]
-        fewer, more = len(fewer_rows) * longest, len(rows) * longest
+        fewer, more = (self.count(rollout, some) for some in (fewer_rows, rows))
         each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
         fixed = high - each * more
         return max(0, int((free - fixed) / each))
@@ -213,7 +241,7 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch, rows=None):
     asked, alone = budget.tokens, accelerator.num_processes == 1
     who = "" if alone else f"process {accelerator.process_index}: "
     while True:
-        batches, results = micro_batches(rollout, budget.tokens, rows), []
+        batches, results = budget.cut(rollout, rows), []
         try:
             _run_micro_batches(accelerator, scorer, batches, one_batch, results)
             break

@@ -70,7 +70,7 @@ def test_a_runs_scorer_asks_for_no_mask_where_none_is_needed(
     assert torch.allclose(scorer(out, all_rows(out))[0], out.logp, atol=1e-5)
     assert bool(asked) == (family in ("gemma3", "gpt2")), "a sliding window is a mask"
     save_model(scored, tokenizer, tmp_path, torch.float32)
-    assert "without_mask" not in (tmp_path / "config.json").read_text()
+    assert "packed" not in (tmp_path / "config.json").read_text()
 
 
 def test_scoring_equals_sampling_for_every_similarity(llama, tokenizer, prompts):
@@ -180,9 +180,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(llama, tokenizer, p
 
 def test_micro_batches_are_about_as_large_as_each_other(monkeypatch):
     """64 rows of 384 tokens at 8,192 are four batches of 16, not three of 21 and one row alone."""
-    rollout = SimpleNamespace(sizes=([128] * 64, [256] * 64))
+    rollout = SimpleNamespace(sizes=([128] * 64, [256] * 64), num_generations=8)
     assert [len(rows) for rows in micro_batches(rollout, 8192)] == [16] * 4
-    rollout = SimpleNamespace(sizes=([10] * 5, [90, 10, 20, 30, 40]))
+    rollout = SimpleNamespace(sizes=([10] * 5, [90, 10, 20, 30, 40]), num_generations=1)
     assert micro_batches(rollout, 100) == [[0], [4, 3], [2, 1]]
 
 

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from errors import RunError
 from grpo_train import Config
 from learning.log_probs import Scorer
-from learning.memory import TokenBudget, checkpoint_bytes, micro_batches, row_lengths
+from learning.memory import TokenBudget, batch_tokens, checkpoint_bytes, micro_batches, row_lengths
+from learning.packing import is_packed
 from small_update import small_update
 
 
@@ -83,10 +84,8 @@ class Card:
         return self.free - gradients, self.free
 
     def watched(self, rollout, rows):
-        prompts = torch.tensor(rollout.sizes[0])
-        lengths = (prompts + rollout.lengths)[rows]
         each = self.each / (3 if self.scorer.model.is_gradient_checkpointing else 1)
-        self.peak = self.fixed + int(len(rows) * int(lengths.max()) * each)
+        self.peak = self.fixed + int(batch_tokens(rollout, rows, is_packed(self.scorer.model)) * each)
         if self.peak > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self.forward(rollout, rows)
@@ -94,7 +93,7 @@ class Card:
 
 @pytest.mark.parametrize(
     ("room", "checkpointing", "recomputes"),
-    [(300, "auto", True), (300, "off", False), (5000, "auto", False), (300, "on", True)],
+    [(150, "auto", True), (150, "off", False), (5000, "auto", False), (150, "on", True)],
 )
 def test_the_token_budget_is_what_the_free_memory_holds(
     tokenizer, prompts, monkeypatch, room, checkpointing, recomputes
@@ -152,7 +151,10 @@ def test_auto_recomputes_before_it_gives_up(tokenizer, prompts):
 
 
 def test_a_batch_that_fills_the_budget_is_not_cut_and_a_resumed_run_has_its_budget():
-    assert [len(rows) for rows in micro_batches(SimpleNamespace(sizes=([4] * 10, [6] * 10)), 50)] == [5, 5]
+    assert [
+        len(rows)
+        for rows in micro_batches(SimpleNamespace(sizes=([4] * 10, [6] * 10), num_generations=1), 50)
+    ] == [5, 5]
     for given, expected in ((None, 77), (50, 50)):
         budget = TokenBudget(Config(micro_batch_tokens=given), None)
         budget.restore([77, False])
