@@ -199,11 +199,20 @@ def test_rollouts_of_random_sizes_leave_memory_flat_and_count_nothing_after_the_
     assert max(used[150:]) <= max(used[:150]) + 2**20
 
 
+def in_chunks(completion, tokens):
+    """(2, R, K, T, D) as chunks of so many tokens, and their addresses."""
+    chunks = [chunk.contiguous() for chunk in completion.split(tokens, 3)]
+    addresses = [[side.data_ptr() for side in chunk] for chunk in chunks]
+    return chunks, torch.tensor(addresses, device="cuda")
+
+
+@pytest.mark.parametrize("tokens", [160, 32, 5])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width"), [(14, 2, 64), (12, 2, 128), (4, 4, 16), (9, 3, 64), (4, 1, 8)]
 )
 @torch.no_grad()
-def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
+def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width, tokens):
+    """Completions lie in chunks of so many tokens, and rows are cut into parts."""
     from decoding.kernels import decode_attention
 
     torch.manual_seed(0)
@@ -215,25 +224,91 @@ def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width):
     )
     number = torch.arange(n, device="cuda")
     slot_len, past = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
-    past[0] = 0
+    past[0], past[1], past[2], past[3] = 0, L - 1, tokens - 1, min(tokens, L - 1)
     cos, sin = torch.randn(2, P + L, width, device="cuda")
     finished, slot = number == 5, number // G
     rows = Rows(*[None] * len(Rows._fields))._replace(
         t=past + 1, slot=slot, path=number % G, prompt_len=slot_len[slot], finished=finished
     )
-    plain = LayerCache(prompt, completion.clone(), slot_len, cos, sin)
+    plain = LayerCache(prompt, [completion.clone()], None, slot_len, cos, sin)
     expected = attend(q, k, v, plain, rows, number.view(S, G), width**-0.5)
     rows = rows._replace(cache_row=number.flip(0))
-    cache = plain._replace(completion=completion[:, rows.cache_row].contiguous())
+    chunks, addresses = in_chunks(completion[:, rows.cache_row], tokens)
+    cache = plain._replace(chunks=chunks, addresses=addresses)
     counter = torch.zeros(n * key_heads, dtype=torch.int32, device="cuda")
-    for parts in (1, 2, 8, None):
+    for parts in (1, 2, 8, 32, None):
         got = decode_attention(q, k, v, cache, rows, past, counter, width**-0.5, parts=parts)
         assert torch.allclose(got[~finished], expected[~finished], atol=1e-4)
         assert not got[5].any()
         assert not counter.any()
     going = number[~finished]
-    written = cache.completion[:, rows.cache_row[going]]
-    assert torch.allclose(written, plain.completion[:, going], atol=1e-5)
+    written = torch.cat(cache.chunks, 3)[:, rows.cache_row[going]]
+    assert torch.allclose(written, plain.chunks[0][:, going], atol=1e-5)
+
+
+@torch.no_grad()
+def test_long_rows_are_cut_into_as_many_parts_as_keep_the_memory_busy_and_short_ones_as_before():
+    """Two parts a row of a 1.5B model, 64 rows: too few programs for the memory's rate at 8,192 tokens."""
+    from decoding.kernels import cut_keys, decode_attention
+
+    for units, parts in ((16, 4), (64, 4), (128, 2), (256, 2), (1024, 1)):
+        assert cut_keys(units, 1024) == (parts, 1)
+    for units, parts in ((16, 32), (64, 16), (128, 8), (256, 4), (512, 2), (1024, 1)):
+        assert cut_keys(units, 8704)[0] == parts
+    torch.manual_seed(0)
+    S, G, P, L, H, K, D = 2, 4, 512, 4096, 12, 2, 128
+    n = S * G
+    q, k, v = (torch.randn(n, h, D, device="cuda", dtype=torch.bfloat16) for h in (H, K, K))
+    prompt, completion = (
+        torch.randn(2, rows, K, length, D, device="cuda", dtype=torch.bfloat16)
+        for rows, length in ((S, P), (n, L))
+    )
+    number, slot_len = torch.arange(n, device="cuda"), torch.tensor([37, 512], device="cuda")
+    past = torch.tensor([4095, 0, 511, 512, 2000, 3, 1023, 4000], device="cuda")
+    cos, sin = torch.randn(2, P + L, D, device="cuda", dtype=torch.bfloat16)
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        t=past + 1, slot=number // G, path=number % G, prompt_len=slot_len[number // G]
+    )
+    rows = rows._replace(finished=number == 7, cache_row=number)
+    chunks, addresses = in_chunks(completion, 512)
+    cache = LayerCache(prompt, chunks, addresses, slot_len, cos, sin)
+    wide = LayerCache(prompt.float(), [completion.float()], None, slot_len, cos.float(), sin.float())
+    expected = attend(q.float(), k.float(), v.float(), wide, rows, number.view(S, G), D**-0.5)
+    counter = torch.zeros(n * K, dtype=torch.int32, device="cuda")
+    one, many = (decode_attention(q, k, v, cache, rows, past, counter, D**-0.5, parts=p) for p in (1, None))
+    for got in (one, many):
+        assert torch.allclose(got[:7].float(), expected[:7], atol=0.05)
+    assert torch.allclose(one.float(), many.float(), atol=0.02)
+    assert not counter.any()
+
+
+@pytest.mark.parametrize("similarity", ["distribution", "mean"])
+@torch.no_grad()
+def test_storage_that_grew_after_steps_were_captured_is_read_by_them(
+    similarity, tokenizer, prompts, monkeypatch
+):
+    model = build_model("llama", tokenizer).cuda()
+    made = []
+    for tokens in (512, 16):
+        for file in ("fast_model", "engine", "decoder"):
+            monkeypatch.setattr(f"decoding.{file}.CHUNK", tokens)
+        decoder = GroupDecoder(
+            model, tokenizer, "</reasoning>", Interaction(0.3, 0.1, similarity), compiled=False
+        )
+        decoder.tables.is_eos[:] = False  # every row goes on to the limit
+        made.append([sampled(decoder, prompts, G=4, length=100) for _ in range(2)])
+        grown = len(decoder.engine.backbone.chunks)
+        made[-1].append(decoder.complete(prompts * 3, Sampling(60), batch_rows=8))
+    (whole, _, answers), (first, again, grown_answers) = made
+    assert grown == 7, "of 15 tokens each, one of which was there when the steps were captured"
+    assert torch.equal(first.ids, again.ids)
+    assert torch.equal(first.mix, again.mix)
+    assert (first.ids == whole.ids).float().mean() > 0.99, "an edge of the distribution may move a draw"
+    same = (first.ids == whole.ids).view(-1, 4, 100).all(-1).all(-1)
+    assert torch.allclose(first.mix[same], whole.mix[same], atol=1e-3)
+    assert first.mix[:, 90].any()
+    same_answers = [a[0].ids == b[0].ids for a, b in zip(answers, grown_answers, strict=True)]
+    assert sum(same_answers) >= 0.9 * len(same_answers)
 
 
 def added(parts, B, G):
