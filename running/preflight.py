@@ -14,18 +14,28 @@ from pathlib import Path
 
 import torch
 import yaml
+from accelerate import Accelerator
 
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
-from errors import SettingError
-from learning.memory import checkpoint_bytes
-from learning.models import check_positions, load_model, load_tokenizer, rollout_dtype
+from errors import SettingError, is_out_of_memory, one_line
+from learning.learner import make_learner
+from learning.memory import checkpoint_bytes, free_memory
+from learning.models import (
+    check_positions,
+    load_frozen,
+    load_model,
+    load_policy,
+    load_tokenizer,
+    rollout_dtype,
+)
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
+from running.peak import predicted_peak
 from running.progress import steps_to_do, trainer_state
 
 PROMPTS = 32  # on which the pass rate is measured
@@ -45,12 +55,13 @@ def report(config, functions):
     check_positions(model, problems + held_out, config)
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
     answer_format = ANSWER_FORMATS[config.answer_format]
-    decoder = GroupDecoder(model, tokenizer, answer_format.think_end, compiled=False)
+    decoder = GroupDecoder(model, tokenizer, answer_format.think_end, config.interaction, compiled=False)
     decoder.choose_path()
     _print_sampling(model, decoder, config)
     _print_prompt(problems, tokenizer, config)
     _print_work(problems, held_out, skipped, config)
-    _print_memory(model, config)
+    free = _print_memory(model, config)
+    _print_peak(start, decoder, problems, held_out, config, free)
     _print_checkpoints(model, config)
     _print_gold(problems[:GOLD_ANSWERS], functions, config, decoder)
     if warm_start_is_pending:
@@ -133,6 +144,44 @@ def _print_memory(model, config):
     if needed > free and not config.fsdp:
         needs = f"needs {needed / 2**30:.1f} GiB before activations, {free / 2**30:.1f} are free"
         raise SettingError("model", config.model, f"{needs}: try --lora_r 32, or --fsdp true on several GPUs")
+    return free
+
+
+def _print_peak(start, decoder, problems, held_out, config, free):
+    """The most memory that the run takes on a card, where every completion reaches the limit."""
+    processes = max(1, config.num_processes or torch.cuda.device_count())
+    longest_first = sorted((p.ids for p in problems), key=len, reverse=True)
+    prompts = longest_first[: -(-config.batch_size // processes)]
+    if config.fsdp or decoder.model.device.type != "cuda":
+        reason, stored = "with --fsdp true" if config.fsdp else "without a GPU", ""
+        if decoder.engine.backbone.refills:
+            each = decoder.engine.backbone.row_bytes(len(prompts[0]) + config.max_completion_length)
+            rows = len(prompts) * config.num_generations
+            stored = f"; keys and values of {rows} rows take {rows * each / 2**30:.2f} GiB at their limit"
+        return _print("peak", f"not measured {reason}{stored}")
+    asked = [p.ids for p in held_out][: -(-len(held_out) // processes)]
+    try:
+        peak = _trial(start, decoder, prompts, asked, config, processes) / 2**30
+        said = f"{peak:.2f} GiB predicted, {free / 2**30:.2f} are free"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        said = f"more than the {free / 2**30:.2f} GiB that are free ({one_line(error)})"
+    free_memory()  # the trial's models
+    said += ", where every completion reaches max_completion_length; shorter ones take less"
+    left_out = "" if decoder.engine.backbone.refills else "; the cache of the plain path is not counted"
+    _print("peak", said + left_out)
+
+
+def _trial(start, decoder, prompts, asked, config, processes):
+    """Bytes at the peak of a trial with a policy, and a reference where there is a KL."""
+    tokenizer, device = decoder.tokenizer, decoder.model.device
+    policy, reference = load_policy(config, start, tokenizer, device), None
+    if config.beta > 0:
+        reference = load_frozen(config, start, tokenizer, device, is_checked=True)
+    learner = make_learner(config, Accelerator(), policy, reference, decoder, total_steps=1)
+    buckets = sum(p.numel() for p in policy.parameters() if p.requires_grad) if processes > 1 else 0
+    return predicted_peak(config, learner, decoder, prompts, asked) + 4 * buckets  # DDP's, of the gradients
 
 
 def _free_memory():
@@ -241,7 +290,8 @@ def _print_pass_rate(decoder, problems, config):
     G, T = config.num_generations, config.max_completion_length
     started = time.perf_counter()
     uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T)
-    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
+    sampling = Sampling(T, G, config.temperature)
+    rollout = decoder.rollout([p.ids for p in problems], sampling, uniforms, interact=False)
     seconds = time.perf_counter() - started
     rows = [p for p in problems for _ in range(G)]
     pairs = zip(rows, decoder.completions(rollout), strict=True)
