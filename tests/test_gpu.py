@@ -8,17 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from decoding.decoder import GroupDecoder
 from decoding.fast_model import LayerCache, attend, rms_norm
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.step import Rows, StepKind, by_group, mix_step, sample_step
-from grpo_train import Config
+from grpo_train import Config, update
+from learning.learner import make_learner
 from learning.log_probs import Scorer, make_scorer
 from learning.models import refresh
 from learning.packing import is_packed, pack, packed_attention
 from m3po_module import cosines, products
+from running.peak import predicted_peak
 from small_models import build_model
 
 pytestmark = [
@@ -445,6 +448,28 @@ def test_the_kernel_that_blends_equals_plain_torch():
     assert torch.allclose(made[0][2][used], made[1][2][used], atol=1e-5)
     assert (made[0][1].sum(-1) > 0).sum() >= 6
     assert not torch.equal(made[0][0], embeds)
+
+
+def test_the_predicted_peak_is_within_a_tenth_of_that_of_steps_that_reach_the_limit(
+    tokenizer, prompts, monkeypatch
+):
+    """--check said `before activations, which take what is left`."""
+    for file in ("fast_model", "engine", "decoder"):
+        monkeypatch.setattr(f"decoding.{file}.CHUNK", 64)
+    settings = dict(num_generations=8, max_completion_length=300, beta=0.1, eval_every=0)
+    config = Config(batch_size=len(prompts), micro_batch_tokens=4000, **settings)
+    policy = build_model("qwen2", tokenizer).cuda().train()
+    sampler, reference = (build_model("qwen2", tokenizer, dtype=torch.bfloat16).cuda() for _ in range(2))
+    decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3), compiled=False)
+    decoder.tables.is_eos[:] = False
+    learner = make_learner(config, Accelerator(), policy, reference, decoder, 10)
+    predicted = predicted_peak(config, learner, decoder, prompts)
+    advantages = torch.randn(8 * len(prompts), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(2):
+        update(learner, sampled(decoder, prompts, length=300, seed=step), advantages, config)
+        refresh(sampler, policy)
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
 
 
 PAYS = """
