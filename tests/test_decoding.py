@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from decoding import fast_model
 from decoding.any_model import UncachedBackbone, check_head, vocab_logits
 from decoding.decoder import GroupDecoder
+from decoding.engine import Sizes
 from decoding.fast_model import why_not
 from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
 from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
@@ -931,6 +932,30 @@ def test_a_rollout_that_storage_cannot_grow_for_fails_and_the_next_one_does_not(
     after = sampled(decoder, prompts)
     for name, value in columns(after).items():
         assert torch.equal(value, columns(expected)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("reserved", "stored", "tokens", "rows"),
+    [
+        (0, 0, 10, 50),  # half of what the driver has free
+        (90, 300, 10, 90),  # there are 90 rows, and storage that can grow to 10 tokens of each
+        (90, 300, 40, 21),  # not to 40 of each: half of all that could be had
+        (90, 3000, 40, 90),
+    ],
+)
+def test_rows_are_kept_only_as_long_as_their_storage_can_grow_to_the_limit(
+    reserved, stored, tokens, rows, llama, tokenizer, monkeypatch
+):
+    """It is not there before it is needed: rows of an earlier call may be too many for a longer limit."""
+    engine = GroupDecoder(llama, tokenizer).engine
+    engine.choose_backbone()
+    engine.captures, engine.reserved = True, Sizes(rows=reserved)
+    monkeypatch.setattr(engine.backbone, "row_bytes", lambda tokens: tokens)
+    monkeypatch.setattr(engine.backbone, "storage_bytes", lambda: stored)
+    answers = dict(mem_get_info=(1000, 9000), memory_reserved=900, memory_allocated=500)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert engine._default_rows(tokens) == rows
 
 
 @torch.no_grad()
