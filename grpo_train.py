@@ -69,7 +69,8 @@ SHOWN = {
     "update_seconds": "update s",
     "skipped": "SKIPPED:",
 }
-OF_THE_RUN = ("step", "bad_examples", "train_seconds", "rollout_seconds", "reward_seconds", "update_seconds")
+OF_THE_RUN = ("step", "bad_examples", "train_seconds", "step_seconds", "rollout_seconds", "reward_seconds")
+OF_THE_RUN += ("update_seconds",)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from bench_generation import REAL, build, card_rates, synthetic_tokenizer, wait
 
-from common import ROOT, write_results
+from common import ROOT, run_script, write_results
 
 sys.path.insert(0, os.environ.get("BENCH_CODE", str(ROOT)))  # an earlier commit's, where --before asks for it
 import torch
@@ -210,6 +211,32 @@ def gsm8k_case(case, args, emit):
             emit(case, metric + suffix, value, "s" if metric.endswith("seconds") else "")
     if args.before:
         emit(case, "update_speedup", seconds["_before"] / seconds[""], "times")
+    if args.start and GSM8K[case]["beta"]:
+        for suffix, m3po_lambda in (("", 0), ("_m3po", 0.1)):
+            whole_steps(case, suffix, m3po_lambda, args, emit)
+
+
+def whole_steps(case, suffix, m3po_lambda, args, emit):
+    """A real run from a supervised start: what a step takes, and the share that is no rollout or update."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = dict(model=args.start, dataset=args.data, output_dir=folder, overwrite_output_dir="true")
+        settings |= dict(batch_size=64, num_generations=8, num_steps=30, max_completion_length=256, mu=1)
+        settings |= dict(temperature=1, epsilon=0.2, loss_type="dapo", learning_rate=2e-6, eval_every=0)
+        settings |= dict(GSM8K[case], m3po_lambda=m3po_lambda, save_every=0)
+        words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        run_script("grpo_train.py", *words, echo=False)
+        steps = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()][10:]
+    middle = {name: statistics.median(m[name] for m in steps) for name in ("step_seconds", "rollout_seconds")}
+    middle["update_seconds"] = statistics.median(m["update_seconds"] for m in steps)
+    left = [1 - (m["rollout_seconds"] + m["update_seconds"]) / m["step_seconds"] for m in steps]
+    emit(case, f"completions_per_s{suffix}", 512 / middle["step_seconds"], "completions/s")
+    for name, value in middle.items():
+        emit(case, f"whole_{name}{suffix}", value, "s")
+    emit(case, f"share_of_neither{suffix}", statistics.median(left), "")
+    emit(
+        case, f"completion_length{suffix}", statistics.fmean(m["completion_length"] for m in steps), "tokens"
+    )
+    emit(case, f"dead_groups{suffix}", statistics.fmean(m["frac_reward_zero_std"] for m in steps), "")
 
 
 def trl_case(case, steps, emit):
@@ -265,6 +292,7 @@ def main():
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=[*CASES, *GSM8K])
     parser.add_argument("--model", help="of the cases with GSM8K's prompts")
     parser.add_argument("--data", help="folder with GSM8K's train.jsonl")
+    parser.add_argument("--start", help="a model of sft_train.py, for whole steps of 0.5b-gsm8k")
     parser.add_argument("--before", help="a checkout of an earlier commit, to compare with")
     parser.add_argument("--one", action="store_true", help="this code's update alone, as a line of JSON")
     parser.add_argument("--steps", type=int, default=3)

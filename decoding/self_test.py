@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from decoding.any_model import check_head, far_apart, model_body, vocab_logits
-from decoding.rollout import pad_right, to_device
+from decoding.rollout import Rollout, pad_right, to_device
 from errors import SettingError, one_line
 
 PROMPTS, NEW = (9, 5), 4  # tokens of two prompts, and of what is written after each
@@ -24,6 +24,14 @@ def probe_rows(model):
     count = sum(PROMPTS) + 2 * NEW
     ids = [usual[i * max(1, len(usual) // count) % len(usual)] for i in range(count)]
     return ids[: PROMPTS[0] + NEW], ids[PROMPTS[0] + NEW :]
+
+
+def probe_rollout(model):
+    """Two groups of two paths made of the probe rows, as if the model had sampled them."""
+    a, b = ([row[:n], row[n:]] for row, n in zip(probe_rows(model), PROMPTS, strict=True))
+    ids = torch.tensor([a[1], b[1], b[1], a[1]], device=model.device)
+    blank, all_of_them = torch.zeros(ids.shape, device=model.device), torch.ones_like(ids, dtype=torch.bool)
+    return Rollout([a[0], b[0]], ids, all_of_them, blank, all_of_them[:, 0], blank.bool(), 2, 1.0)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 
 from errors import RunError, is_out_of_memory
 from learning.log_probs import make_scorer
-from learning.memory import REMEDIES, TokenBudget, row_lengths, within_memory
+from learning.memory import REMEDIES, TokenBudget, within_memory
 from learning.parallel import balanced, distribute, whole
 
 NOT_FINITE = "loss or gradient not finite"  # why an optimiser step was not taken
@@ -38,8 +38,10 @@ class Learner:
         """
         if self.accelerator.num_processes == 1:
             return rollout, advantages
-        costs = torch.tensor(row_lengths(rollout)) * scored.cpu()  # device sync
-        tokens = costs.view(-1, rollout.num_generations).sum(-1).tolist()
+        G, tokens = rollout.num_generations, []
+        for group, counts in enumerate(scored.view(-1, G).tolist()):  # device sync
+            rows = [group * G + path for path, is_scored in enumerate(counts) if is_scored]
+            tokens.append(self.budget.count(rollout, rows) if rows else 0)
         return balanced(self.accelerator, rollout, advantages, tokens, self.tokenizer.pad_token_id)
 
     def accumulate_gradients(self, rollout, loss_of_rows, rows=None):

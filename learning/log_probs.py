@@ -12,16 +12,26 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from decoding.any_model import head_output, model_body, real_logits, softcap
+from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
 from decoding.rollout import to_device
-from learning.packing import FLASH, attend_packed, is_packed, pack
+from decoding.self_test import probe_rollout
+from errors import one_line
+from learning.packing import FLASH, attend_packed, do_not_pack, is_packed, pack
 from m3po_module import blend
+
+head_kernels = None
+
+if torch.cuda.is_available():  # a torch without CUDA comes without triton
+    try:
+        from learning import head_kernels
+    except ImportError:
+        pass  # the formulas below do the same
 
 
 class Head(NamedTuple):
     """How the raw output of a model's head becomes logits.
 
-    Scalars are tensors (): torch.compile would put Python floats on the CPU.
+    Scalars are tensors () on the device.
     """
 
     temperature: torch.Tensor
@@ -39,11 +49,12 @@ class Scorer(nn.Module):
     def __init__(self, model, tables, bf16=False, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
+        kind = model.device.type
         self.formulas = token_scores, logits_gradient
+        if kind == "cuda" and head_kernels is not None:
+            self.formulas = head_kernels.token_scores, head_kernels.logits_gradient
         if compiled:
             compile_layers(model)
-            self.formulas = [torch.compile(formula, dynamic=True) for formula in self.formulas]
-        kind = model.device.type
         self.autocast = dict(device_type=kind, dtype=torch.bfloat16, enabled=bf16 and kind == "cuda")
 
     def forward(self, rollout, rows):
@@ -54,8 +65,7 @@ class Scorer(nn.Module):
         with torch.autocast(**self.autocast):
             hidden, row, token = self.hidden(rollout, rows)
             targets = rollout.ids[to_device(rows, hidden.device)[row], token]
-            score = self._score_checkpointed if torch.is_grad_enabled() else self._score
-            # equal chunks: a 1-token chunk would recompile
+            score = self._score_checkpointed if self._recomputes_logits() else self._score
             chunks = max(1, -(-len(token) // self.chunk_tokens))
             pairs = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
             scores = [score(states, ids, rollout.temperature) for states, ids in pairs]
@@ -133,6 +143,11 @@ class Scorer(nn.Module):
         embeds = self.model.get_input_embeddings()(ids)
         return embeds.to(torch.bfloat16) if self.autocast["enabled"] else embeds
 
+    def _recomputes_logits(self):
+        """Where activations are kept, so are the logits: a card's budget of tokens counts both."""
+        keeps = self.model.device.type == "cuda" and not self.model.is_gradient_checkpointing
+        return torch.is_grad_enabled() and not keeps
+
     def _score(self, hidden, targets, temperature):
         raw = head_output(self.model, hidden)  # (m, W), the only place where logits exist
         cap = softcap(self.model)
@@ -146,14 +161,31 @@ class Scorer(nn.Module):
 
 
 def make_scorer(model, tables, config):
-    """The Scorer of a model that from now on only scores rollouts.
+    """The Scorer of a model that from now on only scores rollouts; its rows are packed where they can be.
 
     Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
     """
     on_cuda = model.device.type == "cuda"
+    trial = Scorer(model, tables, config.bf16)
+    whole = _probe_states(trial)
     attend_packed(model, torch.bfloat16 if config.bf16 and on_cuda else torch.float32)
+    if is_packed(model):
+        try:
+            reason = "a packed forward gives other states" if far_apart(_probe_states(trial), whole) else None
+        except Exception as error:  # the code of a hub's model may raise anything
+            reason = one_line(error)
+        if reason:
+            do_not_pack(model, reason)
     compiled = config.torch_compile and on_cuda and not config.fsdp
     return Scorer(model, tables, config.bf16, compiled=compiled)
+
+
+@torch.no_grad()
+def _probe_states(scorer):
+    """Hidden states from which the tokens of a few made-up completions are predicted, in a fixed order."""
+    with torch.autocast(**scorer.autocast):
+        states, row, token = scorer.hidden(probe_rollout(scorer.model), [0, 1, 2, 3])
+    return states[(row * (int(token.max()) + 1) + token).argsort()]
 
 
 class TokenScores(torch.autograd.Function):
@@ -169,8 +201,7 @@ class TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        grad = grad.clone()  # a view of a larger tensor would trigger a recompilation
-        return ctx.gradient(*ctx.saved_tensors, grad, ctx.head), None, None, None
+        return ctx.gradient(*ctx.saved_tensors, grad.contiguous(), ctx.head), None, None, None
 
 
 def _logits(raw, head):
@@ -182,8 +213,9 @@ def token_scores(raw, targets, head):
     """Log-probs of the targets, entropies and log-normalisers (m,) from the head's raw output (m, W)."""
     logits = _logits(raw, head)
     log_norm = logits.logsumexp(-1)
-    entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - log_norm, entropy, log_norm
+    scores = logits - log_norm[:, None]
+    entropy = -(scores.exp() * scores).sum(-1)
+    return scores.gather(-1, targets[:, None]).squeeze(-1), entropy, log_norm
 
 
 def logits_gradient(raw, targets, log_norm, grad, head):

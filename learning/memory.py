@@ -14,9 +14,10 @@ from errors import RunError, is_out_of_memory
 from learning.packing import is_packed
 from learning.parallel import max_over_processes
 
-# Tokens that a model of FULL_SIZE parameters gets at once by default: more are a little faster and take
-# their memory. A smaller model is through with them before the next kernels are launched, so it gets more.
-MOST_TOKENS, FULL_SIZE = 6144, 1.5e9
+# Tokens that a model of FULL_SIZE parameters gets at once on a card by default: more are a little faster and
+# take their memory. A smaller one is through with them before the next kernels are launched: it gets more.
+MOST_TOKENS, FULL_SIZE = 10240, 1.5e9
+MOST_ON_CPU = 6144
 ENOUGH_TOKENS = 4096  # where fewer fit, recomputing activations is the better bargain
 REMEDIES = (
     "try --gradient_checkpointing on, --optimizer adamw_8bit, --lora_r 32, or a lower max_completion_length"
@@ -104,10 +105,11 @@ class TokenBudget:
     @property
     def most(self):
         """Tokens at once that are worth their memory; twice as many where activations are recomputed."""
-        times = 1
+        most = MOST_ON_CPU
         if next(self.policy.parameters()).device.type == "cuda":
             times = FULL_SIZE / sum(p.numel() for p in self.policy.parameters())
-        return int(MOST_TOKENS * min(max(times, 1), 10)) * (1 + self.recomputes)
+            most = int(MOST_TOKENS * min(max(times, 1), 10))
+        return most * (1 + self.recomputes)
 
     def state(self):
         """What a resumed run needs to cut its batches alike."""

@@ -98,8 +98,12 @@ def segments_of(source, queries, keys, is_flash):
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
-    """Attention of a layer as transformers asks for it: (1, heads, M, D) -> (1, M, H, D)."""
-    assert segments is not None, "a model that attends over packed rows cannot do anything else"
+    """Attention of a layer as transformers asks for it: (1, heads, M, D) -> (1, M, H, D).
+
+    Without segments it is causal attention of rows that are not padded on the left.
+    """
+    if segments is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (M, heads, D)
     # in float32, since the gradients of a prompt's keys are sums over its completions
     k, v = (x.float().index_select(0, segments.source).to(x.dtype) for x in (k, v))
@@ -162,11 +166,17 @@ def attend_packed(model, dtype):
     `dtype`: of queries and keys.
     """
     if reason := why_not_packed(model):
-        say(f"update: each prompt goes through the model once a completion, not once a group ({reason})")
-        return
+        return do_not_pack(model, reason)
     reason = why_not_flash(model, dtype)
     if reason and model.device.type == "cuda":
         say(f"update: attention with a mask, which is slower than the flash kernel ({reason})")
     AttentionInterface.register(FLASH, packed_attention)
     AttentionInterface.register(MASKED, packed_attention)
     model.set_attn_implementation(MASKED if reason else FLASH)
+
+
+def do_not_pack(model, reason):
+    """Leave rows whole, prompt and padding included, and say so."""
+    if is_packed(model):
+        model.set_attn_implementation("sdpa")
+    say(f"update: each prompt goes through the model once a completion, not once a group ({reason})")

@@ -146,6 +146,7 @@ class Run:
         self.is_last = self.progress.step >= self.total or self._is_out_of_patience()
         while not self.is_last:
             self.seconds, self.problems_drawn = {}, self.progress.problems_drawn
+            self.step_began = time.perf_counter()
             yield self.progress.step
         self.log.close()
         finish(self)
@@ -156,6 +157,7 @@ class Run:
         progress.step += 1
         progress.problems_drawn = self.problems_drawn
         progress.train_seconds += sum(self.seconds.values())
+        self.seconds.setdefault("step_seconds", time.perf_counter() - self.step_began)
         metrics = {"step": progress.step, **metrics, **self.seconds, "train_seconds": progress.train_seconds}
         is_bad = metrics.get("skipped") == NOT_FINITE
         progress.bad_steps = progress.bad_steps + 1 if is_bad else 0

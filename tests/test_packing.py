@@ -11,7 +11,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from grpo_train import Config, update
 from learning.learner import make_learner
-from learning.log_probs import Scorer
+from learning.log_probs import Scorer, make_scorer
 from learning.memory import batch_tokens, micro_batches
 from learning.models import add_adapters
 from learning.packing import attend_packed, is_packed, pack, ranges
@@ -181,3 +181,29 @@ def test_a_model_that_cannot_be_packed_is_trained_whole_and_that_is_said(family,
     learner = make_learner(Config(**FLAGS), Accelerator(cpu=True), model, None, decoder, 10)
     rollout = decoder.rollout(prompts, Sampling(8, 4, 1.0), rollout_uniforms(0, 0, 0, len(prompts) * 4, 8))
     assert update(learner, rollout, torch.randn(len(rollout.ids)), Config(**FLAGS))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_model_that_packs_wrongly_is_trained_whole(breaks, tokenizer, prompts, capsys):
+    """Code of a hub's model may call itself llama and lose what it is given for its layers."""
+    model = build_model("llama", tokenizer)
+    decoder, config = GroupDecoder(model, tokenizer), Config(**FLAGS)
+    rollout = decoder.rollout(prompts, Sampling(8, 4, 1.0), rollout_uniforms(0, 0, 0, len(prompts) * 4, 8))
+    scored = copy.deepcopy(model)
+    body = scored.model.forward
+    if breaks:
+
+        def lost(*args, segments=None, **kwargs):
+            assert segments is None, "what is this?"
+            return body(*args, **kwargs)
+    else:
+
+        def lost(*args, position_ids=None, **kwargs):
+            return body(*args, **kwargs)
+
+    scored.model.forward = lost
+    scorer = make_scorer(scored, decoder.tables, config)
+    assert not is_packed(scored)
+    assert ("what is this?" if breaks else "other states") in capsys.readouterr().out
+    logp = scorer(rollout, list(range(len(rollout.ids))))[0]
+    assert (logp - rollout.logp).abs().max() < 1e-5
