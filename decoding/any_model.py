@@ -121,6 +121,9 @@ class PlainBackbone:
     def grow(self, longest):
         pass  # the cache grows by itself
 
+    def bytes_to_come(self):
+        return 0  # nothing is known of a cache of the model's own
+
     def prefill(self, prompts, slots, logits, rows, repeat):
         """Each prompt once, then its cache for every path."""
         ids, mask = (to_device(x, self.model.device) for x in pad_left(prompts, 0))

@@ -284,6 +284,10 @@ class Engine:
             self.earlier_mix.append(self.mix.clone())
             self.mix.zero_()
 
+    def bytes_to_come(self):
+        """Memory that keys and values will still take where rows get as long as there is a place for."""
+        return self.backbone.bytes_to_come() if self.reserved.rows else 0
+
     def mixing_weights(self, groups, tokens, paths):
         """What paths gave to each other (B, T, G, G) in the first T tokens."""
         mix = torch.cat([*self.earlier_mix, self.mix], 1) if self.earlier_mix else self.mix

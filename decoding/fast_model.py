@@ -307,6 +307,10 @@ class FastBackbone:
         """Memory that keys and values have taken so far."""
         return sum(tensor.nbytes for tensor in (self.prompt, *self.chunks))
 
+    def bytes_to_come(self):
+        """Memory that they will still take where completions reach their limit."""
+        return (self.addresses.shape[1] - len(self.chunks)) * self.chunks[0].nbytes
+
     def embed(self, tokens):
         return self.table[tokens]
 

@@ -90,6 +90,8 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
+    budget = TokenBudget(config, policy)
+    budget.bytes_to_come = decoder.engine.bytes_to_come
     return Learner(
         accelerator=accelerator,
         policy=policy,
@@ -99,7 +101,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
         reference_scorer=reference_scorer,
         optimizer=optimizer,
         schedule=schedule,
-        budget=TokenBudget(config, policy),
+        budget=budget,
         max_grad_norm=config.max_grad_norm,
     )
 

@@ -83,6 +83,7 @@ class TokenBudget:
         self.policy = policy
         self.moment_bytes = config.moment_bytes
         self.recomputes = False
+        self.bytes_to_come = lambda: 0  # of storage that longer rollouts will take
         self.may_recompute = config.gradient_checkpointing == "auto"
         if config.gradient_checkpointing == "on":
             self.recompute()
@@ -185,7 +186,8 @@ class TokenBudget:
         low = self._peak(accelerator, scorer, rollout, fewer_rows)
         high = self._peak(accelerator, scorer, rollout, rows)
         torch.cuda.empty_cache()
-        free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
+        taken = self._moments(trained) + self.bytes_to_come()
+        free = 0.85 * (torch.cuda.mem_get_info()[0] - taken)
         fewer, more = (self.count(rollout, some) for some in (fewer_rows, rows))
         each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
         fixed = high - each * more

@@ -836,7 +836,9 @@ def test_storage_is_what_is_said_and_not_what_the_limit_allows(llama, tokenizer,
     assert 16 < longest <= 160 / 3, "the test is about a limit that nothing reaches"
     whole, rows = -(-longest // 8) * 8, len(out.ids)
     layers, K, D = 2, 2, 8
-    assert sum(chunk.nbytes for chunk in engine.backbone.chunks) == layers * 2 * rows * K * whole * D * 4
+    taken = sum(chunk.nbytes for chunk in engine.backbone.chunks)
+    assert taken == layers * 2 * rows * K * whole * D * 4
+    assert taken + engine.bytes_to_come() == layers * 2 * rows * K * 160 * D * 4
     assert engine.mix.shape[1] + sum(mix.shape[1] for mix in engine.earlier_mix) == whole
     there = [chunk.data_ptr() for chunk in engine.backbone.chunks]
     again = sampled(decoder, prompts, length=160)
