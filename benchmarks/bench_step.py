@@ -61,7 +61,7 @@ CASES = {  # shape, prompts, generations, completion tokens, settings
 
 def predict_peak(case, config, learner, decoder, prompts, emit):
     """What --check says of this case, by its trial, which warms up everything that the step will use."""
-    from running.peak import predicted_peak  # an earlier commit, which --before names, has none
+    from running.preflight import predicted_peak  # that of an earlier commit, --before, has none
 
     emit(case, "predicted_peak_gib", predicted_peak(config, learner, decoder, prompts) / 2**30, "GiB")
 

@@ -19,11 +19,11 @@ from accelerate import Accelerator
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Sampling, rollout_uniforms
+from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
-from errors import SettingError, is_out_of_memory, one_line
+from errors import Interrupted, SettingError, is_out_of_memory, one_line
 from learning.learner import make_learner
-from learning.memory import checkpoint_bytes, free_memory
+from learning.memory import checkpoint_bytes, free_memory, row_lengths
 from learning.models import (
     check_positions,
     load_frozen,
@@ -35,7 +35,6 @@ from learning.models import (
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
-from running.peak import predicted_peak
 from running.progress import steps_to_do, trainer_state
 
 PROMPTS = 32  # on which the pass rate is measured
@@ -182,6 +181,85 @@ def _trial(start, decoder, prompts, asked, config, processes):
     learner = make_learner(config, Accelerator(), policy, reference, decoder, total_steps=1)
     buckets = sum(p.numel() for p in policy.parameters() if p.requires_grad) if processes > 1 else 0
     return predicted_peak(config, learner, decoder, prompts, asked) + 4 * buckets  # DDP's, of the gradients
+
+
+def predicted_peak(config, learner, decoder, prompts, held_out=()):
+    """Bytes that tensors take at their peak where every completion reaches the limit: peak_gib of the log.
+
+    prompts: those of a step, lists of ids; held_out: those of an evaluation, or none. Takes storage as a run
+    does, the optimiser's moments too, and computes the largest micro-batch of an update of completions that
+    are made up. The weights are changed by their decay alone.
+    """
+    limit, G = config.max_completion_length, config.num_generations
+    torch.cuda.reset_peak_memory_stats()
+    if held_out:
+        _begin(decoder, limit, lambda: decoder.complete(held_out, Sampling(limit)))
+    sampling = Sampling(limit, G, config.temperature)
+    uniforms = rollout_uniforms(config.seed, 0, 0, len(prompts) * G, limit)
+    _begin(decoder, limit, lambda: decoder.rollout(prompts, sampling, uniforms))
+    rollout = _made_up_rollout(decoder, prompts, sampling)
+    trained = [p for p in learner.policy.parameters() if p.requires_grad]
+    smallest, batches = min(trained, key=torch.Tensor.numel), []
+
+    def remember(rows):
+        batches.append(rows)
+        return 0.0 * smallest.sum(), {}
+
+    def score(rows):
+        logp = learner.scorer(rollout, rows)[0]
+        if learner.reference_scorer is not None:
+            with torch.no_grad():
+                learner.reference_scorer(rollout, rows)
+        return logp.sum(), {}
+
+    with torch.enable_grad():
+        learner.accumulate_gradients(rollout, remember)  # finds how many tokens fit, as the first step does
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        learner.step([torch.zeros((), device=rollout.ids.device)])  # takes the moments
+        lengths = row_lengths(rollout)
+        largest = max(batches, key=lambda rows: sum(lengths[n] for n in rows))
+        for _ in batches[:2]:  # the second of a step finds the gradients of the first
+            learner.accumulate_gradients(rollout, score, largest)
+    peak = torch.cuda.max_memory_allocated()
+    learner.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    return peak
+
+
+def _begin(decoder, limit, decode):
+    """The first steps of a decode, then storage as for its last."""
+    asked = iter([False, True])
+    decoder.interrupted = lambda: next(asked)
+    try:
+        decode()
+    except Interrupted:
+        pass
+    finally:
+        decoder.interrupted = None
+    decoder.engine.backbone.grow(limit)
+
+
+def _made_up_rollout(decoder, prompts, sampling):
+    """A Rollout whose completions all reach the limit, of random ids."""
+    G, T, N = sampling.num_generations, sampling.max_new_tokens, len(prompts) * sampling.num_generations
+    device, lambda_blend = decoder.engine.device, decoder.interaction.lambda_blend
+    interacts = lambda_blend > 0 and G > 1
+    real = decoder.tables.real.nonzero().flatten()
+    blank = torch.zeros(N, T, device=device)
+    return Rollout(
+        prompts=prompts,
+        ids=real[torch.randint(len(real), (N, T), device=device)],
+        mask=blank == 0,
+        logp=blank,
+        ended=torch.zeros(N, dtype=torch.bool, device=device),
+        thinking=blank == 0,
+        num_generations=G,
+        temperature=sampling.temperature or 1.0,
+        mix=torch.full((len(prompts), T, G, G), 1 / G, device=device) if interacts else None,
+        lambda_blend=lambda_blend if interacts else 0.0,
+        input_change=blank if interacts else None,
+    )
 
 
 def _free_memory():

@@ -21,7 +21,7 @@ from learning.log_probs import Scorer, make_scorer
 from learning.models import refresh
 from learning.packing import is_packed, pack, packed_attention
 from m3po_module import cosines, products
-from running.peak import predicted_peak
+from running.preflight import predicted_peak
 from small_models import build_model
 
 pytestmark = [

@@ -14,7 +14,7 @@ import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling
 from errors import SettingError
-from running.peak import predicted_peak
+from running.preflight import predicted_peak
 from small_faults import settings_of
 from small_models import CHAT_TEMPLATE
 from small_update import small_update
