@@ -457,7 +457,8 @@ def test_the_predicted_peak_is_within_a_tenth_of_that_of_steps_that_reach_the_li
     for file in ("fast_model", "engine", "decoder"):
         monkeypatch.setattr(f"decoding.{file}.CHUNK", 64)
     settings = dict(num_generations=8, max_completion_length=300, beta=0.1, eval_every=0)
-    config = Config(batch_size=len(prompts), micro_batch_tokens=4000, **settings)
+    settings |= dict(micro_batch_tokens=4000, torch_compile=False)
+    config = Config(batch_size=len(prompts), **settings)
     policy = build_model("qwen2", tokenizer).cuda().train()
     sampler, reference = (build_model("qwen2", tokenizer, dtype=torch.bfloat16).cuda() for _ in range(2))
     decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3), compiled=False)
