@@ -163,7 +163,7 @@ class Scorer(nn.Module):
 def make_scorer(model, tables, config):
     """The Scorer of a model that from now on only scores rollouts; its rows are packed where they can be.
 
-    Compiled on CUDA unless the settings say otherwise; under FSDP2 it is not.
+    Compiled on CUDA unless the settings say otherwise.
     """
     on_cuda = model.device.type == "cuda"
     trial = Scorer(model, tables, config.bf16)
@@ -176,8 +176,7 @@ def make_scorer(model, tables, config):
             reason = one_line(error)
         if reason:
             do_not_pack(model, reason)
-    compiled = config.torch_compile and on_cuda and not config.fsdp
-    return Scorer(model, tables, config.bf16, compiled=compiled)
+    return Scorer(model, tables, config.bf16, compiled=config.torch_compile and on_cuda)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Several processes: shares, the launcher, signals, the same run whatever their number."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -352,3 +353,23 @@ def test_sharded_weights_train_as_whole_ones_do(warm, tmp_path):
     for a, b in zip(metrics["false"], metrics["true"], strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_sharded_layers_are_compiled_once_and_train_as_whole_ones_do(tokenizer, tmp_path):
+    """FSDP2 with compiled layers, as on a card; one graph with gradients, one of the reference without."""
+    tokenizer.save_pretrained(tmp_path)
+    made = {}
+    for mode in ("whole", "sharded", "compiled"):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        script = [ROOT / "tests" / "small_sharded.py", mode, tmp_path]
+        where = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        done = subprocess.run(
+            [sys.executable, *launcher, *script], capture_output=True, text=True, env=where, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        made[mode] = json.loads(done.stdout.splitlines()[-1])
+    assert [made[mode]["graphs"] for mode in made] == [0, 0, 2]
+    for mode in ("sharded", "compiled"):
+        assert made[mode]["loss"] == pytest.approx(made["whole"]["loss"], rel=1e-5)
+        assert made[mode]["weights"] == pytest.approx(made["whole"]["weights"], rel=2e-5)
