@@ -14,6 +14,7 @@ import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling
 from errors import SettingError
+from running import preflight
 from running.preflight import predicted_peak
 from small_faults import settings_of
 from small_models import CHAT_TEMPLATE
@@ -89,6 +90,25 @@ def test_the_peak_is_that_of_a_trial_with_all_that_a_step_holds_at_full_length(
     assert all(p.grad is None for p in small.policy.parameters())
     assert decoder.interrupted is None
     assert len(decoder.complete(prompts, Sampling(5))) == 5, "the decoder goes on"
+
+
+def test_the_peak_of_several_processes_has_the_buckets_of_their_gradients(
+    llama, tokenizer, prompts, fault_start, tmp_path, monkeypatch
+):
+    config = settings_of(fault_start, tmp_path / "out", beta=0.1)
+    decoder = GroupDecoder(llama, tokenizer, "e", config.interaction)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    start, seen = config.model, []
+
+    def spied(config, learner, *given):
+        seen.append(sum(p.numel() for p in learner.policy.parameters() if p.requires_grad))
+        return predicted_peak(config, learner, *given)
+
+    monkeypatch.setattr(preflight, "predicted_peak", spied)
+    assert preflight._trial(start, decoder, prompts[:2], [], config, processes=1) == 1000
+    assert preflight._trial(start, decoder, prompts[:2], [], config, processes=2) == 1000 + 4 * seen[1]
+    assert seen[0] == seen[1] > 0
 
 
 def test_the_check_counts_what_a_grader_does_not_decide(fault_start, tmp_path, capsys, monkeypatch):
