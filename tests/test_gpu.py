@@ -16,8 +16,9 @@ from decoding.fast_model import LayerCache, attend, rms_norm
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.step import Rows, StepKind, by_group, mix_step, sample_step
 from grpo_train import Config, update
+from learning import log_probs
 from learning.learner import make_learner
-from learning.log_probs import Scorer, make_scorer
+from learning.log_probs import Head, Scorer, make_scorer
 from learning.models import refresh
 from learning.packing import is_packed, pack, packed_attention
 from m3po_module import cosines, products
@@ -109,6 +110,33 @@ def test_the_flash_kernel_gives_what_the_mask_does(D, tokenizer, prompts):
     queries = q[keys].transpose(0, 1)[None]
     plain = F.scaled_dot_product_attention(queries, *rows, is_causal=True)[0].transpose(0, 1)[300:]
     assert (exact[0][0, own] - plain).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_of_the_head_give_what_the_formulas_do(dtype, cap):
+    """Logits of any dtype, soft caps, ids that no token has, a head wider than the tokenizer."""
+    generator = torch.Generator().manual_seed(0)
+    raw = (8 * torch.randn(50, 9001, generator=generator)).to("cuda", dtype)
+    targets = torch.randint(0, 100, (50,), generator=generator).cuda()
+    grad = torch.randn(50, generator=generator).cuda()
+    missing = torch.arange(8990, device="cuda") % 7 == 5
+    missing[targets] = False
+    scalars = [None if x is None else torch.tensor(x, device="cuda") for x in (0.7, cap)]
+    for head in (Head(*scalars, 8990, missing), Head(*scalars, 9001, None)):
+        theirs, ours = (
+            module.token_scores(raw, targets, head) for module in (log_probs, log_probs.head_kernels)
+        )
+        for a, b in zip(theirs, ours, strict=True):
+            assert torch.allclose(a, b, atol=2e-5, rtol=1e-5)
+        a, b = (
+            f(raw, targets, ours[2], grad, head)
+            for f in (log_probs.logits_gradient, log_probs.head_kernels.logits_gradient)
+        )
+        assert a.dtype == b.dtype == dtype
+        assert (a.float() - b.float()).abs().max() <= (
+            1e-6 if dtype == torch.float32 else 0.01
+        ) * a.abs().max()
 
 
 def test_the_host_waits_for_nothing_while_it_scores(tokenizer, prompts):
