@@ -8,12 +8,18 @@ Random weights at real sizes, prompts of 128 tokens, temperature 1, no row ends 
 drawn at random, so that every group carries a signal. Update arithmetic: (6 + 2 where there is a reference) x
 parameters, tied ones once, x unpadded prompt and completion tokens; `needed` counts a prompt once a group.
 
+The `long` cases: prompts of 512 tokens, and one step, behind the trial by which `--check` predicts its peak.
+`step_over_floor` is of the last decode steps, where every row has its full length: their median time over
+that of reading the bf16 weights, each row's keys and values and one pass of bf16 logits at the copy rate.
+
 The cases with a model: real prompts of GSM8K, 64 x 8, and its worked solutions as completions, so that their
 lengths are real. `--before` names a checkout of an earlier commit, whose update is timed in the same call.
 """
 
 import argparse
+import collections
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -40,7 +46,7 @@ from learning.models import add_adapters, load_models, load_tokenizer, refresh
 from problems.prompts import Prompting
 from problems.sources import load_problems
 
-P = 128
+P, LONG_P = 128, 512
 RECOMPUTE = dict(beta=0.04, gradient_checkpointing="on")
 CASES = {  # shape, prompts, generations, completion tokens, settings
     "1.5b-8x8": ("1.5b", 8, 8, 256, dict(beta=0.04)),
@@ -48,11 +54,44 @@ CASES = {  # shape, prompts, generations, completion tokens, settings
     "original-recipe-8bit": ("1.5b", 7, 12, 400, dict(optimizer="adamw_8bit", **RECOMPUTE)),
     "original-recipe-lora": ("1.5b", 7, 12, 400, dict(lora_r=32, **RECOMPUTE)),
     "7b-lora": ("7b", 8, 8, 256, dict(lora_r=32, **RECOMPUTE)),
+    "1.5b-long-4k": ("1.5b", 8, 8, 4096, dict(beta=0.04)),
+    "1.5b-long-8k": ("1.5b", 8, 8, 8192, dict(beta=0.04)),
 }
+
+
+def predict_peak(case, config, learner, decoder, prompts, emit):
+    """What --check says of this case, by its trial, which warms up everything that the step will use."""
+    from running.preflight import predicted_peak  # that of an earlier commit, --before, has none
+
+    emit(case, "predicted_peak_gib", predicted_peak(config, learner, decoder, prompts) / 2**30, "GiB")
+
+
+def last_steps(engine, count=64):
+    """Let the engine note the end of each decode step; returns the latest of these CUDA events."""
+    step, events = engine.step, collections.deque(maxlen=count)
+
+    def noted(n, last):
+        step(n, last)
+        if not last:  # the last one forwards nothing
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+
+    engine.step = noted
+    return events
+
+
+def memory_floor(model, rows, tokens, rate):
+    """Seconds that reading weights, keys and values of `rows` rows of `tokens` tokens, and logits takes."""
+    config, parameters = model.config, sum(p.numel() for p in model.parameters())
+    width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    cache = rows * tokens * config.num_hidden_layers * 2 * width
+    return 2 * (parameters + cache + rows * config.vocab_size) / rate
 
 
 def our_case(case, steps, args, rates, emit):
     shape, B, G, T, settings = CASES[case]
+    is_long = "long" in case
+    asked, warm_up, steps = (LONG_P, 0, 1) if is_long else (P, 2, steps)
     settings |= dict(batch_size=B, num_generations=G, max_completion_length=T, eval_every=0)
     settings |= dict(micro_batch_tokens=args.micro_batch_tokens, torch_compile=args.compiled == "true")
     config = Config(model="random", **settings)
@@ -63,10 +102,13 @@ def our_case(case, steps, args, rates, emit):
     decoder = GroupDecoder(sampler, synthetic_tokenizer(), "</reasoning>", config.interaction)
     learner = make_learner(config, Accelerator(), policy, reference, decoder, 1000)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, REAL, (B, P), generator=generator).tolist()
+    prompts = torch.randint(1, REAL, (B, asked), generator=generator).tolist()
     sampling = Sampling(T, G, temperature=1.0)
     laps, torch_peak = [], 0
-    for step in range(steps + 2):
+    if is_long:
+        predict_peak(case, config, learner, decoder, prompts, emit)
+        events = last_steps(decoder.engine)
+    for step in range(steps + warm_up):
         torch.cuda.reset_peak_memory_stats()
         wait()
         start = time.perf_counter()
@@ -81,13 +123,13 @@ def our_case(case, steps, args, rates, emit):
         done = time.perf_counter()
         seconds = f"rollout {sampled - start:.3f} s, update {done - sampled:.3f} s"
         print(f"  {case} step {step}: {seconds}, grad norm {metrics['grad_norm']:.3g}", flush=True)
-        if step >= 2:
+        if step >= warm_up:
             laps.append((sampled - start, done - sampled))
             torch_peak = max(torch_peak, torch.cuda.max_memory_allocated())
     rollout_seconds, update_seconds = (statistics.median(x) for x in zip(*laps, strict=True))
     parameters = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
     each = (6 if config.lora_r else 8) * parameters  # a frozen weight has no gradient
-    operations, needed = each * B * G * (P + T), each * B * (P + G * T)
+    operations, needed = each * B * G * (asked + T), each * B * (asked + G * T)
     emit(case, "step_seconds", statistics.median(map(sum, laps)), "s")
     emit(case, "rollout_seconds", rollout_seconds, "s")
     emit(case, "update_seconds", update_seconds, "s")
@@ -96,6 +138,12 @@ def our_case(case, steps, args, rates, emit):
     emit(case, "peak_gib", torch_peak / 2**30, "GiB")
     emit(case, "reserved_gib", torch.cuda.max_memory_reserved() / 2**30, "GiB")
     emit(case, "micro_batch_tokens", learner.budget.tokens, "tokens")
+    if is_long:
+        seconds = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
+        floor = memory_floor(sampler, B * G, asked + T, rates[0])
+        emit(case, "floor_ms_per_step", 1e3 * floor, "ms")
+        emit(case, "ms_per_step", 1e3 * seconds, "ms")
+        emit(case, "step_over_floor", seconds / floor, "")
 
 
 GSM8K = {"0.5b-gsm8k": dict(beta=0.005), "0.5b-gsm8k-dead": dict(beta=0.0)}

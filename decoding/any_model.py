@@ -128,6 +128,12 @@ class PlainBackbone:
     def reserve(self, rows, slots, prompt, length):
         self.length = length
 
+    def grow(self, longest):
+        pass  # the cache grows by itself
+
+    def bytes_to_come(self):
+        return 0  # nothing is known of a cache of the model's own
+
     def prefill(self, prompts, slots, logits, rows, repeat):
         """Each prompt once, then its cache for every path."""
         ids, mask = (to_device(x, self.model.device) for x in pad_left(prompts, 0))
@@ -164,17 +170,22 @@ class UncachedBackbone(PlainBackbone):
     For models whose own cache does not give what an uncached forward gives on padded prompts.
     """
 
+    more = 512  # tokens that the inputs grow by
+
     def prefill(self, prompts, slots, logits, rows, repeat):
         ids, mask = (to_device(x, self.model.device) for x in pad_right(prompts, 0))
         embeds = self.embed(ids)
         made = self._forward(embeds, mask.sum(-1) - 1)
-        self.inputs = F.pad(embeds, (0, 0, 0, self.length)).repeat_interleave(repeat, 0)  # (n, P + T, E)
+        self.inputs = embeds.repeat_interleave(repeat, 0)  # (n, tokens, E)
         logits[rows, : made.shape[1]] = made.repeat_interleave(repeat, 0)
 
     def decode(self, x, rows, row_of_path):
         last = rows.prompt_len + rows.t - 1
+        longest = int(last.max()) + 1  # device sync
+        if longest > self.inputs.shape[1]:
+            self.inputs = F.pad(self.inputs, (0, 0, 0, self.more))
         self.inputs[torch.arange(len(x), device=x.device), last] = x
-        made = self._forward(self.inputs[:, : int(last.max()) + 1], last)  # device sync
+        made = self._forward(self.inputs[:, :longest], last)
         rows.logits[:, : made.shape[1]] = made
 
     def _forward(self, embeds, last):

@@ -9,8 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from decoding.engine import Engine
+from decoding.engine import CHUNK, Engine
 from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device
 from decoding.tokens import token_tables, unwritten_ids
 from errors import Interrupted
@@ -63,7 +64,7 @@ class GroupDecoder:
             thinking=out.thinking[:, :used].contiguous(),
             num_generations=G,
             temperature=sampling.temperature or 1.0,
-            mix=self.engine.mix[: len(prompts), :used, :G, :G].clone() if interacts else None,
+            mix=self.engine.mixing_weights(len(prompts), used, G) if interacts else None,
             lambda_blend=lambda_blend if interacts else 0.0,
             input_change=out.input_change[:, :used].contiguous() if interacts else None,
         )
@@ -119,20 +120,24 @@ class GroupDecoder:
 
 
 class Assignment(NamedTuple):
-    """What a row decodes: which sequence, from which prompt slot, as which path of its group."""
+    """What a row decodes: which sequence, from which prompt slot, as which path of its group, since when."""
 
     sequence: int
     slot: int
     path: int
+    begun: int  # the number of steps that were taken before
 
 
 class Sequences(NamedTuple):
-    """Columns of Rows for sequences that have left their rows, in the order of the prompts."""
+    """Columns of Rows for sequences that have left their rows, in the order of the prompts.
 
-    ids: torch.Tensor  # (N, T)
-    logp: torch.Tensor  # (N, T)
-    thinking: torch.Tensor  # (N, T)
-    input_change: torch.Tensor  # (N, T)
+    They are as wide as the longest needs, up to a chunk.
+    """
+
+    ids: torch.Tensor  # (N, tokens)
+    logp: torch.Tensor  # (N, tokens)
+    thinking: torch.Tensor  # (N, tokens)
+    input_change: torch.Tensor  # (N, tokens)
     ended: torch.Tensor  # (N,) by EOS
     t: torch.Tensor  # (N,) tokens sampled
 
@@ -164,7 +169,8 @@ class Decode:
         columns = (column[:, :T] for column in (rows.ids, rows.logp, rows.thinking, rows.input_change))
         self.in_rows = Sequences(*columns, rows.ended, rows.t)
         total = len(prompts) * G
-        self.sequences = Sequences(*(x.new_zeros(total, *x.shape[1:]) for x in self.in_rows))
+        first = (x[:, :CHUNK] if x.dim() == 2 else x for x in self.in_rows)
+        self.sequences = Sequences(*(x.new_zeros(total, *x.shape[1:]) for x in first))
 
     def run(self, interrupted=None):
         """Decode to the end; returns the Sequences."""
@@ -176,7 +182,7 @@ class Decode:
         self.collect()
         out, device = self.sequences, self.engine.device
         # What lies in a row after the end of its sequence is of an earlier one.
-        after = torch.arange(self.limit, device=device) >= out.t[:, None]
+        after = torch.arange(out.ids.shape[1], device=device) >= out.t[:, None]
         out.ids.masked_fill_(after, self.engine.tables.pad_id)
         for column in (out.logp, out.thinking, out.input_change):
             column.masked_fill_(after, 0)
@@ -197,14 +203,24 @@ class Decode:
         rows = [r for r, a in enumerate(self.assigned) if a is not None and self.finished[r]]
         sequences = [self.assigned[r].sequence for r in rows]
         source, target = (to_device(x, self.engine.device) for x in (rows, sequences))
+        width = self.widen(max((self.step - self.assigned[row].begun for row in rows), default=0))
         for column, in_rows in zip(self.sequences, self.in_rows, strict=True):
-            column[target] = in_rows[source]
+            column[target] = in_rows[source, :width] if column.dim() == 2 else in_rows[source]
         for row, sequence in zip(rows, sequences, strict=True):
             self.assigned[row] = None
             self.uncollected[sequence // self.G] -= 1
         whole = sorted({s // self.G for s in sequences if self.uncollected[s // self.G] == 0})
         if whole and self.on_whole is not None:
             self.on_whole(whole, self.sequences)
+
+    def widen(self, longest):
+        """Make room for sequences of `longest` tokens; returns how many there is room for."""
+        width = self.sequences.ids.shape[1]
+        more = min(self.limit, -(-longest // CHUNK) * CHUNK) - width
+        if more > 0:
+            wider = (F.pad(x, (0, more)) if x.dim() == 2 else x for x in self.sequences)
+            self.sequences, width = Sequences(*wider), width + more
+        return width
 
     def admit(self):
         """Begin prompts that wait, as many as there are free rows and prompt slots for."""
@@ -221,7 +237,7 @@ class Decode:
         paths = [(i, slot, path) for i, slot in zip(chosen, slots, strict=False) for path in range(self.G)]
         new = {}
         for row, (i, slot, path) in zip(free, paths, strict=False):
-            new[row] = self.assigned[row] = Assignment(i * self.G + path, slot, path)
+            new[row] = self.assigned[row] = Assignment(i * self.G + path, slot, path, self.step)
             self.finished[row] = False
         uniforms = self.uniforms
         if uniforms is not None:
@@ -247,8 +263,12 @@ class Decode:
         On CUDA the answer is read one round late, so that the device never waits for the host.
         """
         on_cuda, n = self.engine.on_cuda, len(self.finished)
+        going = (a.begun for a, finished in zip(self.assigned, self.finished, strict=True) if not finished)
+        begun = min(going, default=self.step)
         for _ in range(min(2 if on_cuda else 1, self.end - self.step)):
             self.step += 1
+            # rows of which the device has not yet said that they are finished may seem longer than the limit
+            self.engine.grow(min(self.step - begun, self.limit))
             self.engine.step(n, last=self.step == self.end)
         self.answers.append(self.engine.ask_finished(n))
         unread = 1 if on_cuda and self.step < self.end else 0

@@ -2,7 +2,8 @@
 
 B groups of G paths, n of R rows being decoded, T completion tokens, E embedding width. Nothing in a step
 waits for the device. On CUDA a step is captured once for each kind and number of rows, and replayed. Storage
-stays between calls and grows when a call needs more.
+stays between calls and grows when a call needs more; that of keys, values and mixing weights grows between
+steps, with what is said.
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from decoding.any_model import PlainBackbone, UncachedBackbone, far_apart
-from decoding.fast_model import FastBackbone, kernels, why_not
+from decoding.fast_model import CHUNK, FastBackbone, kernels, why_not
 from decoding.rollout import Sampling, to_device
 from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_logits
 from decoding.step import Rows, StepKind, by_group, mix_step, real_scores, sample_step
@@ -31,7 +32,7 @@ class Sizes(NamedTuple):
     new_tokens: int = 0
     groups: int = 0
     paths: int = 0
-    mixed_tokens: int = 0  # tokens whose mixing weights are kept
+    mixed_tokens: int = 0  # latest tokens whose mixing weights are there to be written
 
     def holds(self, needed):
         return all(have >= need for have, need in zip(self, needed, strict=True))
@@ -72,7 +73,7 @@ class Engine:
         # Captured steps look up groups only where paths interact.
         self.grouped = interacts or not self.captures
         groups, paths = (slots, G) if self.grouped else (1, 1)
-        prompt_tokens, mixed_tokens = -(-longest // 64) * 64, limit if interacts else 0
+        prompt_tokens, mixed_tokens = -(-longest // 64) * 64, min(limit, CHUNK) if interacts else 0
         needed = Sizes(self.step_rows(batch), slots, prompt_tokens, limit, groups, paths, mixed_tokens)
         if not self.reserved.holds(needed):
             self._reserve(self.reserved.joined(needed))
@@ -133,6 +134,7 @@ class Engine:
             rows = self.rows.first(len(assigned))
             rows.t.add_(1)
             tokens = to_device([ids[t] for ids in written], self.device)
+            self.backbone.grow(t + 1)
             self.backbone.decode(self.backbone.embed(tokens), rows, self.row_of_path)
             made.append(rows.logits[watched].clone())
             if t == 1:
@@ -149,11 +151,19 @@ class Engine:
         return bool(wanted.isfinite().all()) and far_apart(made, wanted)
 
     def _default_rows(self, tokens):
-        """How many rows to decode at once by default; on CUDA those that half of the free memory holds."""
+        """How many rows to decode at once by default; on CUDA those that half of the free memory holds.
+
+        Those that there is storage for are kept, where it can grow to that many tokens of each.
+        """
         if not self.captures:
             return 256 if self.on_cuda else 32
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(8, min(512, max(self.reserved.rows, int(free / 2 / self.backbone.row_bytes(tokens)))))
+        each, there = self.backbone.row_bytes(tokens), self.reserved.rows
+        # what torch keeps for itself is free for it, and so is the storage that would be let go
+        usable = free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        usable += self.backbone.storage_bytes() if there else 0
+        rows = max(there, int(free / 2 / each)) if there * each <= usable else int(usable / 2 / each)
+        return max(8, min(512, rows))
 
     def step_rows(self, n):
         """How many rows a step has that decodes n: where steps are captured, one of a few numbers."""
@@ -191,6 +201,7 @@ class Engine:
         self.backbone.forget()
         rows = self.rows
         torch.arange(len(rows.cache_row), out=rows.cache_row)
+        self.earlier_mix = []
         for tensor in (rows.t, rows.slot, rows.path, rows.input_change, self.mix):
             tensor.zero_()
         rows.finished.fill_(True)
@@ -266,8 +277,24 @@ class Engine:
         event.record()
         return lambda: (event.synchronize(), flags.tolist())[1]  # device sync
 
+    def grow(self, longest):
+        """Make room for one more token, which makes the longest rows `longest` tokens long."""
+        self.backbone.grow(longest)
+        if self.kind.interacts and longest > 1 and (longest - 1) % self.mix.shape[1] == 0:
+            self.earlier_mix.append(self.mix.clone())
+            self.mix.zero_()
+
+    def bytes_to_come(self):
+        """Memory that keys and values will still take where rows get as long as there is a place for."""
+        return self.backbone.bytes_to_come() if self.reserved.rows else 0
+
+    def mixing_weights(self, groups, tokens, paths):
+        """What paths gave to each other (B, T, G, G) in the first T tokens."""
+        mix = torch.cat([*self.earlier_mix, self.mix], 1) if self.earlier_mix else self.mix
+        return mix[:groups, :tokens, :paths, :paths].clone()
+
     def step(self, n, last):
-        """One decode step of the first n rows; after the last nothing is forwarded."""
+        """One decode step of the first n rows, after `grow`; after the last nothing is forwarded."""
         if self.captures and not last:
             self.graphs[self.kind][n].replay()
         else:

@@ -2,10 +2,11 @@
 
 The keys and values of a prompt are stored once, in a slot, for all the paths that continue it; those of a
 completion in a row of their own. Column j of either belongs to its token j: nothing is padded on the left, so
-there is no mask, only two lengths.
+there is no mask, only two lengths. Completions lie in chunks of C tokens of all rows, which are taken when a
+row gets so far: the limit of a completion costs nothing that is not said.
 
-n rows being decoded, R rows and S slots of storage, M tokens of any kind, P prompt and T completion tokens; H
-query heads and K key heads of width D; E embedding width, W logits.
+n rows being decoded, R rows and S slots of storage, M tokens of any kind, P prompt tokens; H query heads and
+K key heads of width D; E embedding width, W logits.
 """
 
 from typing import NamedTuple
@@ -27,6 +28,7 @@ if torch.cuda.is_available():  # a torch without CUDA comes without triton
         pass  # `why_not` says so
 
 PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
+CHUNK = 512  # tokens of each row that storage grows by, at most
 FEW = 2**16  # up to this many numbers in the residual stream, few fused kernels are faster
 
 
@@ -116,10 +118,11 @@ class LayerCache(NamedTuple):
     """Keys (first) and values of one layer, and the rotary tables."""
 
     prompt: torch.Tensor  # (2, S, K, P, D)
-    completion: torch.Tensor  # (2, R, K, T, D)
+    chunks: list  # of (2, R, K, C, D): the first C tokens of each completion, the next C, ...
+    addresses: torch.Tensor  # (chunks at the limit, 2) int64, where their keys and their values are
     slot_len: torch.Tensor  # (S,) tokens of the prompt in each slot
-    cos: torch.Tensor  # (P + T, D)
-    sin: torch.Tensor  # (P + T, D)
+    cos: torch.Tensor  # (P + the limit, D)
+    sin: torch.Tensor  # (P + the limit, D)
 
 
 def attend(q, k, v, cache, rows, row_of_path, scale):
@@ -133,10 +136,18 @@ def attend(q, k, v, cache, rows, row_of_path, scale):
     past, prompt_len = (rows.t - 1).clamp(min=0), cache.slot_len[: len(row_of_path)]
     index, positions = torch.arange(n, device=q.device), cache.slot_len[rows.slot] + past
     q, k = (rotate(x, cache.cos[positions], cache.sin[positions]) for x in (q, k))
-    cache.completion[0][index, :, past], cache.completion[1][index, :, past] = k, v
-    prompt_keys, completion_keys = max(int(prompt_len.max()), 1), int(past.max()) + 1
+    C, longest = cache.chunks[0].shape[3], int(past.max()) + 1
+    chunks = cache.chunks[: -(-longest // C)]
+    for i, (keys, values) in enumerate(chunks):
+        if len(chunks) == 1:
+            keys[index, :, past], values[index, :, past] = k, v
+        else:
+            here = index[past // C == i]
+            keys[here, :, past[here] % C], values[here, :, past[here] % C] = k[here], v[here]
+    prompt_keys = max(int(prompt_len.max()), 1)
     prompt_k, prompt_v = cache.prompt[:, : len(row_of_path), :, :prompt_keys]
-    completion_k, completion_v = cache.completion[:, :n, :, :completion_keys]
+    said = [chunk[:, :n, :, : longest - i * C] for i, chunk in enumerate(chunks)]
+    tokens = torch.arange(longest, device=q.device).split(C)
 
     def by_slot(x):  # (n, K, r, _) -> (S, K, G*r, _)
         return by_group(x, row_of_path).transpose(1, 2).flatten(2, 3)
@@ -151,12 +162,14 @@ def attend(q, k, v, cache, rows, row_of_path, scale):
     to_prompt = by_slot(q) @ prompt_k.mT + bias(
         torch.arange(prompt_keys, device=q.device) < prompt_len[:, None]
     )
-    to_completion = q @ completion_k.mT + bias(
-        torch.arange(completion_keys, device=q.device) <= past[:, None]
-    )
-    weights = torch.cat((by_row(to_prompt), to_completion), -1).softmax(-1)
-    from_prompt = by_row(by_slot(weights[..., :prompt_keys]) @ prompt_v)
-    return (from_prompt + weights[..., prompt_keys:] @ completion_v).flatten(1)
+    to_completion = [
+        q @ keys.mT + bias(token <= past[:, None]) for (keys, _), token in zip(said, tokens, strict=True)
+    ]
+    weights = torch.cat((by_row(to_prompt), *to_completion), -1).softmax(-1)
+    out = by_row(by_slot(weights[..., :prompt_keys]) @ prompt_v)
+    for part, (_, values) in zip(weights[..., prompt_keys:].split(C, -1), said, strict=True):
+        out = out + part @ values
+    return out.flatten(1)
 
 
 def why_not(model):
@@ -259,11 +272,14 @@ class FastBackbone:
         self.slot_len.zero_()
 
     def reserve(self, rows, slots, prompt, length):
-        """Storage for keys and values, and the rotary tables."""
+        """Storage for keys and values of prompts, and for the first of completions; the rotary tables."""
         K, D, like = self.shape.key_heads, self.shape.head_dim, self.head_weight
-        self.prompt = self.completion = None  # free the old before the new is taken
+        self.prompt, self.chunks = None, []  # free the old before the new is taken
         self.prompt = like.new_zeros(len(self.layers), 2, slots, K, prompt, D, requires_grad=False)
-        self.completion = like.new_zeros(len(self.layers), 2, rows, K, length, D, requires_grad=False)
+        most = -(-length // CHUNK)
+        self.rows, self.chunk_tokens = rows, -(-length // most)
+        self.addresses = torch.zeros(len(self.layers), most, 2, dtype=torch.long, device=like.device)
+        self.grow(1)
         self.counter = torch.zeros(max(rows * K, 4096), dtype=torch.int32, device=like.device)
         self.slot_len = torch.zeros(slots, dtype=torch.long, device=like.device)
         positions = torch.arange(prompt + length, device=like.device)[None]
@@ -271,10 +287,30 @@ class FastBackbone:
             x[0].contiguous() for x in self.model.base_model.rotary_emb(like[:1], positions)
         )
 
+    def grow(self, longest):
+        """Take storage for completions of `longest` tokens, as far as there is none.
+
+        Steps that are captured find it by its address: they stay valid.
+        """
+        K, C, D, like = self.shape.key_heads, self.chunk_tokens, self.shape.head_dim, self.head_weight
+        while len(self.chunks) * C < longest:
+            chunk = like.new_zeros(len(self.layers), 2, self.rows, K, C, D, requires_grad=False)
+            addresses = [[side.data_ptr() for side in layer] for layer in chunk]
+            self.addresses[:, len(self.chunks)] = to_device(addresses, like.device)
+            self.chunks.append(chunk)
+
     def row_bytes(self, tokens):
         """Memory of a row with a prompt of its own and `tokens` tokens in all."""
         numbers = len(self.layers) * 2 * self.shape.key_heads * self.shape.head_dim * tokens + 2 * self.width
         return numbers * self.head_weight.element_size()
+
+    def storage_bytes(self):
+        """Memory that keys and values have taken so far."""
+        return sum(tensor.nbytes for tensor in (self.prompt, *self.chunks))
+
+    def bytes_to_come(self):
+        """Memory that they will still take where completions reach their limit."""
+        return (self.addresses.shape[1] - len(self.chunks)) * self.chunks[0].nbytes
 
     def embed(self, tokens):
         return self.table[tokens]
@@ -338,7 +374,9 @@ class FastBackbone:
         return self.leave(*self.mark_dynamic(x.scaled, x.squares), eps)
 
     def _attend(self, layer, q, k, v, rows, past, row_of_path=None):
-        cache = LayerCache(self.prompt[layer], self.completion[layer], self.slot_len, self.cos, self.sin)
+        chunks = [chunk[layer] for chunk in self.chunks]
+        lookup = (self.addresses[layer], self.slot_len, self.cos, self.sin)
+        cache = LayerCache(self.prompt[layer], chunks, *lookup)
         if self.on_cuda:
             return kernels.decode_attention(q, k, v, cache, rows, past, self.counter, self.scale)
         return attend(q, k, v, cache, rows, row_of_path, self.scale)
@@ -354,6 +392,7 @@ class FastBackbone:
 
         On CUDA nothing moves: the kernel looks up where a row's keys are.
         """
-        for layer in self.completion if not self.on_cuda else ():
-            for side in layer:
-                side[: len(order), :, :longest] = side[order, :, :longest]
+        for i, chunk in enumerate(self.chunks if not self.on_cuda else ()):
+            said = max(0, longest - i * self.chunk_tokens)
+            for side in chunk.flatten(0, 1):
+                side[: len(order), :, :said] = side[order, :, :said]

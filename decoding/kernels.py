@@ -22,6 +22,11 @@ LOG2_E = 1.4426950408889634
 # (programmatic dependent launch).
 EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
+# A cache that can hold more keys a row than SHORT is cut into more parts, until there are so many programs: 8
+# for each multiprocessor of an H100. By a trial of their shared memory, about 5 of them run there at a time.
+SHORT, PROGRAMS, MOST_PARTS = 1024, 8 * 132, 32
+LEAST_KEYS = 256  # of such a part: a row that has said little is cut into fewer
+
 
 @triton.jit
 def _attend_to(
@@ -47,6 +52,13 @@ def _attend_to(
 
 
 @triton.jit
+def _chunk(chunks, number, side, dtype):
+    """Where a chunk's keys (side 0) or values (1) are: a captured step finds those that came later, too."""
+    address = tl.load(chunks + 2 * number + side).to(tl.pointer_type(dtype))
+    return tl.multiple_of(address, 16)  # else it would be read two bytes at a time
+
+
+@triton.jit
 def _rotated(ptr, offset, partner, cos, sin, valid):
     """Rotary position embedding: each number with its partner, half a head away."""
     number = tl.load(ptr + offset, mask=valid, other=0.0).to(tl.float32)
@@ -65,8 +77,7 @@ def _decode_attention(
     sin_ptr,
     prompt_k,
     prompt_v,
-    completion_k,
-    completion_v,
+    chunks,
     slot,
     cache_row,
     prompt_len,
@@ -78,7 +89,7 @@ def _decode_attention(
     counter,
     scale,
     P,
-    T,
+    C,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -86,6 +97,7 @@ def _decode_attention(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -95,7 +107,7 @@ def _decode_attention(
     out = (row * K + head) * HEADS * D + query[:, None] * D + column[None, :]
     is_finished = tl.load(finished + row)
     past, prompt = tl.load(past_len + row), tl.load(prompt_len + row)
-    completion_base = (tl.load(cache_row + row) * K + head) * T * D
+    chunk_base = (tl.load(cache_row + row) * K + head) * C * D
     prompt_base = (tl.load(slot + row) * K + head) * P * D
     partner = tl.where(column < D // 2, column + D // 2, column - D // 2)
     cos = tl.load(cos_ptr + (prompt + past) * D + column, mask=wide, other=0.0).to(tl.float32)
@@ -108,7 +120,11 @@ def _decode_attention(
         if part == 0:
             tl.store(out_ptr + out, tl.zeros((QUERIES, WIDTH), out_ptr.dtype.element_ty), mask=valid)
         return
-    dtype = completion_k.dtype.element_ty
+    share = tl.maximum(tl.cdiv(tl.cdiv(prompt + past, PARTS), BLOCK) * BLOCK, LEAST)
+    used = tl.cdiv(prompt + past, share)  # parts that have keys
+    if part >= used:
+        return
+    dtype = prompt_k.dtype.element_ty
     q_row = row * q_stride + head * HEADS * D + query[:, None] * D
     q = _rotated(q_ptr, q_row + column[None, :], q_row + partner[None, :], cos[None, :], sin[None, :], valid)
     q = (q.to(dtype).to(tl.float32) * scale).to(dtype)
@@ -119,40 +135,42 @@ def _decode_attention(
         k_row = row * k_stride + head * D
         k = _rotated(k_ptr, k_row + column, k_row + partner, cos, sin, wide).to(dtype)
         v = tl.load(v_ptr + row * v_stride + head * D + column, mask=wide, other=0.0)
-        tl.store(completion_k + completion_base + past * D + column, k, mask=wide)
-        tl.store(completion_v + completion_base + past * D + column, v, mask=wide)
+        own = chunk_base + past % C * D + column
+        tl.store(_chunk(chunks, past // C, 0, dtype) + own, k, mask=wide)
+        tl.store(_chunk(chunks, past // C, 1, dtype) + own, v, mask=wide)
         top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
         total += 1.0
         acc += v.to(tl.float32)[None, :]
-    share = tl.cdiv(tl.cdiv(prompt + past, PARTS), BLOCK) * BLOCK
     first, last = part * share, tl.minimum((part + 1) * share, prompt + past)
     keys, values, end = prompt_k + prompt_base, prompt_v + prompt_base, tl.minimum(last, prompt)
     top, total, acc = _attend_to(q, top, total, acc, keys, values, first, end, D, WIDTH, BLOCK)
-    keys, values, begin = (
-        completion_k + completion_base,
-        completion_v + completion_base,
-        tl.maximum(first, prompt) - prompt,
-    )
-    top, total, acc = _attend_to(q, top, total, acc, keys, values, begin, last - prompt, D, WIDTH, BLOCK)
+    begin, end = tl.maximum(first, prompt) - prompt, last - prompt
+    for chunk in range(begin // C, tl.cdiv(end, C)):
+        keys = _chunk(chunks, chunk, 0, dtype) + chunk_base
+        values = _chunk(chunks, chunk, 1, dtype) + chunk_base
+        left, right = tl.maximum(begin - chunk * C, 0), tl.minimum(end - chunk * C, C)
+        top, total, acc = _attend_to(q, top, total, acc, keys, values, left, right, D, WIDTH, BLOCK)
     if PARTS > 1:  # the last part to finish joins them, always in the same order
         unit = row * K + head
         tops, accs = part_sum + unit * PARTS * 2 * QUERIES + query, part_acc + unit * PARTS * QUERIES * WIDTH
         inner = query[:, None] * WIDTH + column[None, :]
         tl.store(tops + part * 2 * QUERIES, top)
         tl.store(tops + (part * 2 + 1) * QUERIES, total)
-        tl.store(accs + part * QUERIES * WIDTH + inner, acc)
+        tl.store(accs + part * QUERIES * WIDTH + inner, acc, mask=valid)
         tl.debug_barrier()
-        if tl.atomic_add(counter + unit, 1) < PARTS - 1:
+        if tl.atomic_add(counter + unit, 1) < used - 1:
             return
         tl.store(counter + unit, 0)
         tl.debug_barrier()
         top = tl.full((QUERIES,), -1e30, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         acc = tl.zeros((QUERIES, WIDTH), tl.float32)
-        for other in range(PARTS):
+        for other in tl.range(0, used, loop_unroll_factor=4):
             other_top = tl.load(tops + other * 2 * QUERIES, cache_modifier=".cg")
             other_total = tl.load(tops + (other * 2 + 1) * QUERIES, cache_modifier=".cg")
-            other_acc = tl.load(accs + other * QUERIES * WIDTH + inner, cache_modifier=".cg")
+            other_acc = tl.load(
+                accs + other * QUERIES * WIDTH + inner, mask=valid, other=0.0, cache_modifier=".cg"
+            )
             higher = tl.maximum(top, other_top)
             shrink, other_shrink = tl.exp2(top - higher), tl.exp2(other_top - higher)
             acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
@@ -161,38 +179,44 @@ def _decode_attention(
     tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=valid)
 
 
+def cut_keys(units, keys):
+    """Into how many parts a row's keys are cut at most, and how many keys a part has at least.
+
+    For `units` pairs of row and key head, whose storage holds `keys` keys when it is full. A power of two
+    where keys may be many, so that few kernels are compiled.
+    """
+    few = 4 if units <= 64 else 2 if units <= 256 else 1
+    if keys <= SHORT:
+        return few, 1
+    many = 1 << max(1, PROGRAMS // units).bit_length() - 1
+    return max(few, min(many, MOST_PARTS)), LEAST_KEYS
+
+
 def decode_attention(q, k, v, cache, rows, past_len, counter, scale, parts=None):
     """One new token a row over its prompt and its completion so far.
 
     q (n, H, D), k and v (n, K, D), not yet rotated -> (n, H*D). The prompt's keys and values are read at
-    rows.slot, the completion's at rows.cache_row, as far as rows.prompt_len and past_len (n,) say; those of
-    the new token are written behind them. Keys are read once for the H / K query heads that share them; rows
-    of one group read the same prompt, which then comes from the cache of the card. A finished row reads
-    nothing. Where rows are few, the keys of each are cut into `parts` (FlashDecoding); `counter` (R * K,)
-    int32 is zero, and is left so.
+    rows.slot, the completion's at rows.cache_row of each chunk, as far as rows.prompt_len and past_len (n,)
+    say; those of the new token are written behind them. Chunks are found by their addresses.
+    Keys are read once for the H / K query heads that share them; rows of one group read the same prompt,
+    which then comes from the cache of the card. A finished row reads nothing. Where rows are few or long, the
+    keys of each are cut into `parts` (FlashDecoding); `counter` (R * K,) int32 is zero, and is left so.
     """
     n, H, D = q.shape
-    K = k.shape[1]
-    parts = parts or (4 if n * K <= 64 else 2 if n * K <= 256 else 1)
+    K, P, C = k.shape[1], cache.prompt.shape[3], cache.chunks[0].shape[3]
+    most, least = cut_keys(n * K, P + C * len(cache.addresses)) if parts is None else (parts, 1)
     block, warps, stages = (64, 2, 2) if n * K <= 64 else (32, 1 if D <= 64 else 2, 3)  # by trial on an H100
     queries, width = max(16, triton.next_power_of_2(H // K)), max(16, triton.next_power_of_2(D))
     out = torch.empty(n, H * D, dtype=q.dtype, device=q.device)
-    part_acc, part_sum = (torch.empty(n * K * parts, queries, size, device=q.device) for size in (width, 2))
+    part_acc, part_sum = (torch.empty(n * K * most, queries, size, device=q.device) for size in (width, 2))
     token = (q, k, v, q.stride(0), k.stride(0), v.stride(0), cache.cos, cache.sin)
-    keys_and_values = (cache.prompt[0], cache.prompt[1], cache.completion[0], cache.completion[1])
+    keys_and_values = (cache.prompt[0], cache.prompt[1], cache.addresses)
     where = (rows.slot, rows.cache_row, rows.prompt_len, past_len, rows.finished)
-    results = (
-        out,
-        part_acc,
-        part_sum,
-        counter,
-        scale * LOG2_E,
-        cache.prompt.shape[3],
-        cache.completion.shape[3],
-    )
-    sizes = dict(HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width, BLOCK=block, PARTS=parts, EARLY=EARLY)
+    results = (out, part_acc, part_sum, counter, scale * LOG2_E, P, C)
+    sizes = dict(HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width, BLOCK=block, PARTS=most)
+    sizes |= dict(LEAST=max(least, block), EARLY=EARLY)
     launch = dict(num_warps=warps, num_stages=stages, launch_pdl=EARLY)
-    _decode_attention[(n, K, parts)](*token, *keys_and_values, *where, *results, **sizes, **launch)
+    _decode_attention[(n, K, most)](*token, *keys_and_values, *where, *results, **sizes, **launch)
     return out
 
 
@@ -450,7 +474,7 @@ def _mix(
         scores = tl.where(allowed, sums * size[:, None] * other_size[None, :] / temperature, -1e30)
         weights = tl.where(allowed, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
         weights = weights / tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
-        recorded = ((group * T + tl.max(tl.where(thinks, token, 0))) * G + path) * G + other
+        recorded = ((group * T + tl.max(tl.where(thinks, token, 0)) % T) * G + path) * G + other
         tl.store(mix + recorded, weights, mask=(path < G) & (other < G))
         inside = here & (e < E)
         embed = tl.load(inputs + row * E + e, mask=inside, other=0.0)

@@ -150,8 +150,8 @@ def by_group(values, row_of_path):
 def mix_step(embeds, products, thinking, row_of_path, rows, mix, interaction):
     """M3PO: the next inputs (n, E), each its own token's embedding blended with those of the thinking peers.
 
-    products (B, G, G) of what the paths are compared by. mix (B, T, G, G) and rows.input_change record the
-    weights and how far the inputs moved.
+    products (B, G, G) of what the paths are compared by. rows.input_change records how far the inputs moved,
+    and mix (B, C, G, G) the weights of the latest C tokens: those of token t at t % C.
     """
     similarity = cosines(products)
     weights = weights_from_similarity(similarity, by_group(thinking, row_of_path), interaction.temperature)
@@ -161,5 +161,5 @@ def mix_step(embeds, products, thinking, row_of_path, rows, mix, interaction):
     change = (inputs.float() - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-9)
     rows.input_change.scatter_(1, token[:, None], change[:, None])
     # all paths that still think are at the same token
-    mix.index_copy_(1, token.max()[None], weights[:, None])
+    mix.index_copy_(1, token.max()[None] % mix.shape[1], weights[:, None])
     return inputs

@@ -112,6 +112,8 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
     is_fp16 = compute_dtype(config.precision, policy.device) == torch.float16
+    budget = TokenBudget(config, policy)
+    budget.bytes_to_come = decoder.engine.bytes_to_come
     return Learner(
         accelerator=accelerator,
         policy=policy,
@@ -121,7 +123,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
         reference_scorer=reference_scorer,
         optimizer=optimizer,
         schedule=schedule,
-        budget=TokenBudget(config, policy),
+        budget=budget,
         max_grad_norm=config.max_grad_norm,
         loss_scale=LossScale() if is_fp16 else None,
     )

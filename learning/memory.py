@@ -83,6 +83,7 @@ class TokenBudget:
         self.policy = policy
         self.moment_bytes = config.moment_bytes
         self.recomputes = False
+        self.bytes_to_come = lambda: 0  # of storage that longer rollouts will take
         self.may_recompute = config.gradient_checkpointing == "auto"
         if config.gradient_checkpointing == "on":
             self.recompute()
@@ -185,7 +186,9 @@ class TokenBudget:
         low = self._peak(accelerator, scorer, rollout, fewer_rows)
         high = self._peak(accelerator, scorer, rollout, rows)
         torch.cuda.empty_cache()
-        free = 0.85 * (torch.cuda.mem_get_info()[0] - self._moments(trained))
+        left = torch.cuda.mem_get_info()[0] - self._moments(trained)
+        # half of it at most is for longer rollouts: a limit that nothing reaches must not end the run
+        free = 0.85 * (left - min(self.bytes_to_come(), left / 2))
         fewer, more = (self.count(rollout, some) for some in (fewer_rows, rows))
         each = (high - low) / (more - fewer) if more > fewer and high > low else high / more
         fixed = high - each * more

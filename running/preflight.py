@@ -14,15 +14,17 @@ from pathlib import Path
 
 import torch
 import yaml
+from accelerate import Accelerator
 
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Sampling, rollout_uniforms
+from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
-from errors import SettingError
-from learning.memory import checkpoint_bytes
-from learning.models import check_positions, load_model, load_tokenizer
+from errors import Interrupted, SettingError, is_out_of_memory, one_line
+from learning.learner import make_learner
+from learning.memory import checkpoint_bytes, free_memory, row_lengths
+from learning.models import check_positions, load_frozen, load_model, load_policy, load_tokenizer
 from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
@@ -47,12 +49,13 @@ def report(config, functions):
     check_positions(model, problems + held_out, config)
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
     answer_format = ANSWER_FORMATS[config.answer_format]
-    decoder = GroupDecoder(model, tokenizer, answer_format.think_end, compiled=False)
+    decoder = GroupDecoder(model, tokenizer, answer_format.think_end, config.interaction, compiled=False)
     decoder.choose_path()
     _print_sampling(model, decoder, config)
     _print_prompt(problems, tokenizer, config)
     _print_work(problems, held_out, skipped, config)
-    _print_memory(model, config)
+    free = _print_memory(model, config)
+    _print_peak(start, decoder, problems, held_out, config, free)
     _print_checkpoints(model, config)
     _print_gold(problems[:GOLD_ANSWERS], functions, config, decoder)
     if warm_start_is_pending:
@@ -135,6 +138,123 @@ def _print_memory(model, config):
     if needed > free and not config.fsdp:
         needs = f"needs {needed / 2**30:.1f} GiB before activations, {free / 2**30:.1f} are free"
         raise SettingError("model", config.model, f"{needs}: try --lora_r 32, or --fsdp true on several GPUs")
+    return free
+
+
+def _print_peak(start, decoder, problems, held_out, config, free):
+    """The most memory that the run takes on a card, where every completion reaches the limit."""
+    processes = max(1, config.num_processes or torch.cuda.device_count())
+    longest_first = sorted((p.ids for p in problems), key=len, reverse=True)
+    prompts = longest_first[: -(-config.batch_size // processes)]
+    if config.fsdp or decoder.model.device.type != "cuda":
+        reason, stored = "with --fsdp true" if config.fsdp else "without a GPU", ""
+        if decoder.engine.backbone.refills:
+            each = decoder.engine.backbone.row_bytes(len(prompts[0]) + config.max_completion_length)
+            rows = len(prompts) * config.num_generations
+            stored = f"; keys and values of {rows} rows take {rows * each / 2**30:.2f} GiB at their limit"
+        return _print("peak", f"not measured {reason}{stored}")
+    asked = [p.ids for p in held_out][: -(-len(held_out) // processes)]
+    try:
+        peak = _trial(start, decoder, prompts, asked, config, processes) / 2**30
+        said = f"{peak:.2f} GiB predicted, {free / 2**30:.2f} are free"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        said = f"more than the {free / 2**30:.2f} GiB that are free ({one_line(error)})"
+    free_memory()  # the trial's models
+    said += ", where every completion reaches max_completion_length; shorter ones take less"
+    left_out = "" if decoder.engine.backbone.refills else "; the cache of the plain path is not counted"
+    _print("peak", said + left_out)
+
+
+def _trial(start, decoder, prompts, asked, config, processes):
+    """Bytes at the peak of a trial with a policy, and a reference where there is a KL."""
+    tokenizer, device = decoder.tokenizer, decoder.model.device
+    policy, reference = load_policy(config, start, tokenizer, device), None
+    if config.beta > 0:
+        reference = load_frozen(config, start, tokenizer, device, is_checked=True)
+    learner = make_learner(config, Accelerator(), policy, reference, decoder, total_steps=1)
+    buckets = sum(p.numel() for p in policy.parameters() if p.requires_grad) if processes > 1 else 0
+    return predicted_peak(config, learner, decoder, prompts, asked) + 4 * buckets  # DDP's, of the gradients
+
+
+def predicted_peak(config, learner, decoder, prompts, held_out=()):
+    """Bytes that tensors take at their peak where every completion reaches the limit: peak_gib of the log.
+
+    prompts: those of a step, lists of ids; held_out: those of an evaluation, or none. Takes storage as a run
+    does, the optimiser's moments too, and computes the largest micro-batch of an update of completions that
+    are made up. The weights are changed by their decay alone.
+    """
+    limit, G = config.max_completion_length, config.num_generations
+    torch.cuda.reset_peak_memory_stats()
+    if held_out:
+        _begin(decoder, limit, lambda: decoder.complete(held_out, Sampling(limit)))
+    sampling = Sampling(limit, G, config.temperature)
+    uniforms = rollout_uniforms(config.seed, 0, 0, len(prompts) * G, limit)
+    _begin(decoder, limit, lambda: decoder.rollout(prompts, sampling, uniforms))
+    rollout = _made_up_rollout(decoder, prompts, sampling)
+    trained = [p for p in learner.policy.parameters() if p.requires_grad]
+    smallest, batches = min(trained, key=torch.Tensor.numel), []
+
+    def remember(rows):
+        batches.append(rows)
+        return 0.0 * smallest.sum(), {}
+
+    def score(rows):
+        logp = learner.scorer(rollout, rows)[0]
+        if learner.reference_scorer is not None:
+            with torch.no_grad():
+                learner.reference_scorer(rollout, rows)
+        return logp.sum(), {}
+
+    with torch.enable_grad():
+        learner.accumulate_gradients(rollout, remember)  # finds how many tokens fit, as the first step does
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        learner.step([torch.zeros((), device=rollout.ids.device)])  # takes the moments
+        lengths = row_lengths(rollout)
+        largest = max(batches, key=lambda rows: sum(lengths[n] for n in rows))
+        for _ in batches[:2]:  # the second of a step finds the gradients of the first
+            learner.accumulate_gradients(rollout, score, largest)
+    peak = torch.cuda.max_memory_allocated()
+    learner.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    return peak
+
+
+def _begin(decoder, limit, decode):
+    """The first steps of a decode, then storage as for its last."""
+    asked = iter([False, True])
+    decoder.interrupted = lambda: next(asked)
+    try:
+        decode()
+    except Interrupted:
+        pass
+    finally:
+        decoder.interrupted = None
+    decoder.engine.backbone.grow(limit)
+
+
+def _made_up_rollout(decoder, prompts, sampling):
+    """A Rollout whose completions all reach the limit, of random ids."""
+    G, T, N = sampling.num_generations, sampling.max_new_tokens, len(prompts) * sampling.num_generations
+    device, lambda_blend = decoder.engine.device, decoder.interaction.lambda_blend
+    interacts = lambda_blend > 0 and G > 1
+    real = decoder.tables.real.nonzero().flatten()
+    blank = torch.zeros(N, T, device=device)
+    return Rollout(
+        prompts=prompts,
+        ids=real[torch.randint(len(real), (N, T), device=device)],
+        mask=blank == 0,
+        logp=blank,
+        ended=torch.zeros(N, dtype=torch.bool, device=device),
+        thinking=blank == 0,
+        num_generations=G,
+        temperature=sampling.temperature or 1.0,
+        mix=torch.full((len(prompts), T, G, G), 1 / G, device=device) if interacts else None,
+        lambda_blend=lambda_blend if interacts else 0.0,
+        input_change=blank if interacts else None,
+    )
 
 
 def _free_memory():
@@ -243,7 +363,8 @@ def _print_pass_rate(decoder, problems, config):
     G, T = config.num_generations, config.max_completion_length
     started = time.perf_counter()
     uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T)
-    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
+    sampling = Sampling(T, G, config.temperature)
+    rollout = decoder.rollout([p.ids for p in problems], sampling, uniforms, interact=False)
     seconds = time.perf_counter() - started
     rows = [p for p in problems for _ in range(G)]
     pairs = zip(rows, decoder.completions(rollout), strict=True)

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from decoding import fast_model
-from decoding.any_model import check_head, vocab_logits
+from decoding.any_model import UncachedBackbone, check_head, vocab_logits
 from decoding.decoder import GroupDecoder
+from decoding.engine import Sizes
 from decoding.fast_model import why_not
 from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
 from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
@@ -814,6 +815,149 @@ def test_storage_serves_calls_alike_and_is_not_the_product_of_calls_that_differ(
     assert decoder.engine.reserved.new_tokens == 10
     decoder.complete(prompts[:1], Sampling(400))
     assert decoder.engine.reserved.rows * decoder.engine.reserved.new_tokens <= 2 * 1000
+
+
+def grow_by(tokens, monkeypatch):
+    """Let storage grow by so few tokens that short rows cross its borders."""
+    for file in ("fast_model", "engine", "decoder"):
+        monkeypatch.setattr(f"decoding.{file}.CHUNK", tokens)
+    monkeypatch.setattr(UncachedBackbone, "more", tokens)
+
+
+@torch.no_grad()
+def test_storage_is_what_is_said_and_not_what_the_limit_allows(llama, tokenizer, prompts, monkeypatch):
+    """Keys, values and mixing weights stood at rows x limit: 15 GB for a 1.5B model, 64 rows and 8,192."""
+    grow_by(8, monkeypatch)
+    decoder = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
+    decoder.tables.is_eos[:] = False
+    decoder.tables.is_eos[3::9] = True
+    out = sampled(decoder, prompts, length=160)
+    longest, engine = int(out.lengths.max()), decoder.engine
+    assert 16 < longest <= 160 / 3, "the test is about a limit that nothing reaches"
+    whole, rows = -(-longest // 8) * 8, len(out.ids)
+    layers, K, D = 2, 2, 8
+    taken = sum(chunk.nbytes for chunk in engine.backbone.chunks)
+    assert taken == layers * 2 * rows * K * whole * D * 4
+    assert taken + engine.bytes_to_come() == layers * 2 * rows * K * 160 * D * 4
+    assert engine.mix.shape[1] + sum(mix.shape[1] for mix in engine.earlier_mix) == whole
+    there = [chunk.data_ptr() for chunk in engine.backbone.chunks]
+    again = sampled(decoder, prompts, length=160)
+    assert torch.equal(again.ids, out.ids)
+    assert [chunk.data_ptr() for chunk in engine.backbone.chunks] == there, "what there is serves again"
+    sampled(decoder, prompts, G=8, length=6)
+    assert len(engine.backbone.chunks) == 1, "other storage is taken, and what it had grown to is let go"
+    answers = decoder.complete(prompts * 4, Sampling(160), batch_rows=4)
+    longest = max(len(completion.ids) for [completion] in answers)
+    assert len(engine.backbone.chunks) == max(1, -(-longest // 8)), "rows in use bound it, not steps"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.no_grad()
+def test_rows_that_cross_the_borders_of_their_storage_are_scored_as_one_uncached_forward_does(
+    family, tokenizer, prompts, monkeypatch
+):
+    model = build_model(family, tokenizer)
+    rollouts = []
+    for tokens in (512, 7):
+        grow_by(tokens, monkeypatch)
+        decoder = GroupDecoder(model, tokenizer, "</reasoning>", Interaction(0.3))
+        decoder.tables.is_eos[3::25] = True  # rows leave, and those that stay are moved
+        rollouts.append(
+            (sampled(decoder, prompts, G=4, length=30), sampled(decoder, prompts, interact=False))
+        )
+    (mixed, _), (crossed, plain) = rollouts
+    for name, value in columns(crossed).items():
+        assert torch.allclose(value.float(), columns(mixed)[name].float(), atol=1e-5), name
+    assert len(decoder.engine.earlier_mix) == 0
+    assert int(crossed.lengths.max()) > 21, "borders must be crossed for this to say something"
+    assert crossed.mix[:, 14:].any()
+    for n, ids in enumerate(plain.completion_ids()):
+        prompt = prompts[n // 3]
+        logits = vocab_logits(model, model.model(torch.tensor([prompt + ids])).last_hidden_state)[0]
+        logp = logits.log_softmax(-1)[len(prompt) - 1 : -1, : len(tokenizer)]
+        logp = logp - logp.logsumexp(-1, keepdim=True)
+        expected = logp.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert torch.allclose(plain.logp[n, : len(ids)], expected, atol=1e-4)
+
+
+@torch.no_grad()
+def test_rows_that_are_given_to_other_prompts_cross_the_borders_of_their_storage(
+    llama, tokenizer, prompts, monkeypatch
+):
+    many = [p[: 1 + i % len(p)] for i in range(4) for p in prompts]
+    sampling = Sampling(30, 2, 0.8)
+    plain = GroupDecoder(llama, tokenizer, fast=False)
+    plain.tables.is_eos[3::9] = True
+    expected = plain.complete(many, sampling, 2, batch_rows=len(many) * 2)
+    grow_by(3, monkeypatch)
+    fast = GroupDecoder(llama, tokenizer)
+    fast.tables.is_eos[3::9] = True
+    for rows in (6, 1, 100):
+        assert fast.complete(many, sampling, 2, batch_rows=rows) == expected
+    longest = max(len(completion.ids) for completions in expected for completion in completions)
+    assert len({len(c.ids) // 3 for group in expected for c in group}) > 2, "in different chunks at once"
+    assert len(fast.engine.backbone.chunks) == -(-longest // 3)
+
+
+@torch.no_grad()
+def test_a_row_without_a_cache_grows_with_what_it_says(tokenizer, prompts, monkeypatch):
+    grow_by(3, monkeypatch)
+    model = build_model("gpt2", tokenizer)
+    decoder = GroupDecoder(model, tokenizer, fast=False)
+    expected = decoder.complete(prompts, Sampling(T))
+    decoder.engine._take(UncachedBackbone(model))
+    assert decoder.complete(prompts, Sampling(T)) == expected
+    longest = max(len(completion.ids) for [completion] in expected)
+    assert decoder.engine.backbone.inputs.shape[1] < max(map(len, prompts)) + longest + 3
+
+
+@torch.no_grad()
+def test_a_rollout_that_storage_cannot_grow_for_fails_and_the_next_one_does_not(
+    llama, tokenizer, prompts, monkeypatch
+):
+    grow_by(4, monkeypatch)
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    expected = sampled(decoder, prompts)
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    decoder.choose_path()
+    grow = decoder.engine.backbone.grow
+
+    def fails(longest):
+        if longest > 9:
+            raise torch.OutOfMemoryError("no")
+        grow(longest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.engine.backbone, "grow", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            sampled(decoder, prompts)
+    after = sampled(decoder, prompts)
+    for name, value in columns(after).items():
+        assert torch.equal(value, columns(expected)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("reserved", "stored", "tokens", "rows"),
+    [
+        (0, 0, 10, 50),  # half of what the driver has free
+        (90, 300, 10, 90),  # there are 90 rows, and storage that can grow to 10 tokens of each
+        (90, 300, 40, 21),  # not to 40 of each: half of all that could be had
+        (90, 3000, 40, 90),
+    ],
+)
+def test_rows_are_kept_only_as_long_as_their_storage_can_grow_to_the_limit(
+    reserved, stored, tokens, rows, llama, tokenizer, monkeypatch
+):
+    """It is not there before it is needed: rows of an earlier call may be too many for a longer limit."""
+    engine = GroupDecoder(llama, tokenizer).engine
+    engine.choose_backbone()
+    engine.captures, engine.reserved = True, Sizes(rows=reserved)
+    monkeypatch.setattr(engine.backbone, "row_bytes", lambda tokens: tokens)
+    monkeypatch.setattr(engine.backbone, "storage_bytes", lambda: stored)
+    answers = dict(mem_get_info=(1000, 9000), memory_reserved=900, memory_allocated=500)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert engine._default_rows(tokens) == rows
 
 
 @torch.no_grad()

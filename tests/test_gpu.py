@@ -9,18 +9,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from decoding.decoder import GroupDecoder
 from decoding.fast_model import LayerCache, attend, enter_norm, leave_norm, rms_norm
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.step import Rows, StepKind, by_group, mix_step, sample_step
-from grpo_train import Config
+from grpo_train import Config, update
 from learning import log_probs
+from learning.learner import make_learner
 from learning.log_probs import Head, Scorer, make_scorer
 from learning.models import refresh
 from learning.packing import is_packed, pack, packed_attention
 from m3po_module import cosines, products
+from running.preflight import predicted_peak
 from small_models import build_model
 
 pytestmark = [
@@ -232,12 +235,21 @@ def test_rollouts_of_random_sizes_leave_memory_flat_and_count_nothing_after_the_
     assert max(used[150:]) <= max(used[:150]) + 2**20
 
 
+def in_chunks(completion, tokens):
+    """(2, R, K, T, D) as chunks of so many tokens, and their addresses."""
+    chunks = [chunk.contiguous() for chunk in completion.split(tokens, 3)]
+    addresses = [[side.data_ptr() for side in chunk] for chunk in chunks]
+    return chunks, torch.tensor(addresses, device="cuda")
+
+
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.float16, 5e-3)])
+@pytest.mark.parametrize("tokens", [160, 32, 5])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width"), [(14, 2, 64), (12, 2, 128), (4, 4, 16), (9, 3, 64), (4, 1, 8)]
 )
 @torch.no_grad()
-def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width, dtype, close):
+def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width, tokens, dtype, close):
+    """Completions lie in chunks of so many tokens, and rows are cut into parts."""
     from decoding.kernels import decode_attention
 
     def random(*shape):
@@ -250,27 +262,93 @@ def test_the_attention_kernel_equals_plain_torch(heads, key_heads, width, dtype,
     prompt, completion = (random(2, rows, key_heads, length, width) for rows, length in ((S, P), (n, L)))
     number = torch.arange(n, device="cuda")
     slot_len, past = torch.tensor([1, 70, 192], device="cuda"), torch.randint(0, L, (n,), device="cuda")
-    past[0] = 0
+    past[0], past[1], past[2], past[3] = 0, L - 1, tokens - 1, min(tokens, L - 1)
     cos, sin = random(2, P + L, width)
     finished, slot = number == 5, number // G
     rows = Rows(*[None] * len(Rows._fields))._replace(
         t=past + 1, slot=slot, path=number % G, prompt_len=slot_len[slot], finished=finished
     )
     # clone: float() of float32 is no copy, and `attend` writes into it
-    plain = LayerCache(prompt.float(), completion.float().clone(), slot_len, cos.float(), sin.float())
+    plain = LayerCache(prompt.float(), [completion.float().clone()], None, slot_len, cos.float(), sin.float())
     expected = attend(*(x.float() for x in (q, k, v)), plain, rows, number.view(S, G), width**-0.5)
     rows = rows._replace(cache_row=number.flip(0))
-    cache = LayerCache(prompt, completion[:, rows.cache_row].contiguous(), slot_len, cos, sin)
+    chunks, addresses = in_chunks(completion[:, rows.cache_row], tokens)
+    cache = LayerCache(prompt, chunks, addresses, slot_len, cos, sin)
     counter = torch.zeros(n * key_heads, dtype=torch.int32, device="cuda")
-    for parts in (1, 2, 8, None):
+    for parts in (1, 2, 8, 32, None):
         got = decode_attention(q, k, v, cache, rows, past, counter, width**-0.5, parts=parts)
         assert got.dtype == dtype
         assert torch.allclose(got[~finished].float(), expected[~finished], atol=close)
         assert not got[5].any()
         assert not counter.any()
     going = number[~finished]
-    written = cache.completion[:, rows.cache_row[going]].float()
-    assert torch.allclose(written, plain.completion[:, going], atol=close if dtype == torch.float16 else 1e-5)
+    written = torch.cat(cache.chunks, 3)[:, rows.cache_row[going]].float()
+    assert torch.allclose(written, plain.chunks[0][:, going], atol=close if dtype == torch.float16 else 1e-5)
+
+
+@torch.no_grad()
+def test_long_rows_are_cut_into_as_many_parts_as_keep_the_memory_busy_and_short_ones_as_before():
+    """Two parts a row of a 1.5B model, 64 rows: too few programs for the memory's rate at 8,192 tokens."""
+    from decoding.kernels import cut_keys, decode_attention
+
+    for units, parts in ((16, 4), (64, 4), (128, 2), (256, 2), (1024, 1)):
+        assert cut_keys(units, 1024) == (parts, 1)
+    for units, parts in ((16, 32), (64, 16), (128, 8), (256, 4), (512, 2), (1024, 1)):
+        assert cut_keys(units, 8704)[0] == parts
+    torch.manual_seed(0)
+    S, G, P, L, H, K, D = 2, 4, 512, 4096, 12, 2, 128
+    n = S * G
+    q, k, v = (torch.randn(n, h, D, device="cuda", dtype=torch.bfloat16) for h in (H, K, K))
+    prompt, completion = (
+        torch.randn(2, rows, K, length, D, device="cuda", dtype=torch.bfloat16)
+        for rows, length in ((S, P), (n, L))
+    )
+    number, slot_len = torch.arange(n, device="cuda"), torch.tensor([37, 512], device="cuda")
+    past = torch.tensor([4095, 0, 511, 512, 2000, 3, 1023, 4000], device="cuda")
+    cos, sin = torch.randn(2, P + L, D, device="cuda", dtype=torch.bfloat16)
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        t=past + 1, slot=number // G, path=number % G, prompt_len=slot_len[number // G]
+    )
+    rows = rows._replace(finished=number == 7, cache_row=number)
+    chunks, addresses = in_chunks(completion, 512)
+    cache = LayerCache(prompt, chunks, addresses, slot_len, cos, sin)
+    wide = LayerCache(prompt.float(), [completion.float()], None, slot_len, cos.float(), sin.float())
+    expected = attend(q.float(), k.float(), v.float(), wide, rows, number.view(S, G), D**-0.5)
+    counter = torch.zeros(n * K, dtype=torch.int32, device="cuda")
+    one, many = (decode_attention(q, k, v, cache, rows, past, counter, D**-0.5, parts=p) for p in (1, None))
+    for got in (one, many):
+        assert torch.allclose(got[:7].float(), expected[:7], atol=0.05)
+    assert torch.allclose(one.float(), many.float(), atol=0.02)
+    assert not counter.any()
+
+
+@pytest.mark.parametrize("similarity", ["distribution", "mean"])
+@torch.no_grad()
+def test_storage_that_grew_after_steps_were_captured_is_read_by_them(
+    similarity, tokenizer, prompts, monkeypatch
+):
+    model = build_model("llama", tokenizer).cuda()
+    made = []
+    for tokens in (512, 16):
+        for file in ("fast_model", "engine", "decoder"):
+            monkeypatch.setattr(f"decoding.{file}.CHUNK", tokens)
+        decoder = GroupDecoder(
+            model, tokenizer, "</reasoning>", Interaction(0.3, 0.1, similarity), compiled=False
+        )
+        decoder.tables.is_eos[:] = False  # every row goes on to the limit
+        made.append([sampled(decoder, prompts, G=4, length=100) for _ in range(2)])
+        grown = len(decoder.engine.backbone.chunks)
+        made[-1].append(decoder.complete(prompts * 3, Sampling(60), batch_rows=8))
+    (whole, _, answers), (first, again, grown_answers) = made
+    assert grown == 7, "of 15 tokens each, one of which was there when the steps were captured"
+    assert torch.equal(first.ids, again.ids)
+    assert torch.equal(first.mix, again.mix)
+    assert (first.ids == whole.ids).float().mean() > 0.99, "an edge of the distribution may move a draw"
+    same = (first.ids == whole.ids).view(-1, 4, 100).all(-1).all(-1)
+    assert torch.allclose(first.mix[same], whole.mix[same], atol=1e-3)
+    assert first.mix[:, 90].any()
+    same_answers = [a[0].ids == b[0].ids for a, b in zip(answers, grown_answers, strict=True)]
+    assert sum(same_answers) >= 0.9 * len(same_answers)
 
 
 def added(parts, B, G):
@@ -433,6 +511,29 @@ def test_the_kernel_that_blends_equals_plain_torch():
     assert torch.allclose(made[0][2][used], made[1][2][used], atol=1e-5)
     assert (made[0][1].sum(-1) > 0).sum() >= 6
     assert not torch.equal(made[0][0], embeds)
+
+
+def test_the_predicted_peak_is_within_a_tenth_of_that_of_steps_that_reach_the_limit(
+    tokenizer, prompts, monkeypatch
+):
+    """--check said `before activations, which take what is left`."""
+    for file in ("fast_model", "engine", "decoder"):
+        monkeypatch.setattr(f"decoding.{file}.CHUNK", 64)
+    settings = dict(num_generations=8, max_completion_length=300, beta=0.1, eval_every=0)
+    settings |= dict(micro_batch_tokens=4000, torch_compile=False)
+    config = Config(batch_size=len(prompts), **settings)
+    policy = build_model("qwen2", tokenizer).cuda().train()
+    sampler, reference = (build_model("qwen2", tokenizer, dtype=torch.bfloat16).cuda() for _ in range(2))
+    decoder = GroupDecoder(sampler, tokenizer, "e", Interaction(0.3), compiled=False)
+    decoder.tables.is_eos[:] = False
+    learner = make_learner(config, Accelerator(), policy, reference, decoder, 10)
+    predicted = predicted_peak(config, learner, decoder, prompts)
+    advantages = torch.randn(8 * len(prompts), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(2):
+        update(learner, sampled(decoder, prompts, length=300, seed=step), advantages, config)
+        refresh(sampler, policy)
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
 
 
 PAYS = """

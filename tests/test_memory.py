@@ -115,6 +115,24 @@ def test_the_token_budget_is_what_the_free_memory_holds(
     assert all(p.grad is None for p in small.policy.parameters()), "the trial leaves nothing"
 
 
+@pytest.mark.parametrize(("to_come", "tokens"), [(7_000_000, 150), (10**12, 107)])
+def test_the_token_budget_leaves_room_for_the_storage_of_longer_rollouts(
+    to_come, tokens, tokenizer, prompts, monkeypatch
+):
+    """It grows with what is said, and the trial is behind the first rollout; half of the memory at most is
+    left for it, where the limit is one that no card could hold.
+    """
+    small = small_update(tokenizer, prompts, gradient_checkpointing="off")
+    budget, weights = small.learner.budget, sum(p.numel() for p in small.policy.parameters())
+    assert budget.bytes_to_come() == 0, "one chunk holds its 16 tokens"
+    monkeypatch.setattr(budget, "bytes_to_come", lambda: to_come)
+    free = 12 * weights + 7_000_000 + int((4_000_000 + 150 * 30_000) / 0.85)
+    Card(monkeypatch, small.learner.scorer, free, 4_000_000, 30_000)
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)
+    budget.find(small.learner.accelerator, small.learner.scorer, small.rollout)
+    assert budget.tokens == pytest.approx(tokens, rel=0.01)
+
+
 def test_a_trial_that_does_not_fit_leaves_no_gradient_behind(tokenizer, prompts, monkeypatch):
     small = small_update(tokenizer, prompts, gradient_checkpointing="off")
     card = Card(monkeypatch, small.learner.scorer, 10**9, 1000, 1000)

@@ -6,13 +6,19 @@ import re
 import shutil
 
 import pytest
+import torch
 from tokenizers import normalizers
 
 import grpo_train
 import sft_train
+from decoding.decoder import GroupDecoder
+from decoding.rollout import Interaction, Sampling
 from errors import SettingError
+from running import preflight
+from running.preflight import predicted_peak
 from small_faults import settings_of
 from small_models import CHAT_TEMPLATE
+from small_update import small_update
 
 
 def check(config, capsys):
@@ -27,6 +33,7 @@ SAID = [
     "2 problems x 3 = 6 completions",
     "3 steps = 18 completions",
     "memory, GiB: policy",
+    "peak: not measured without a GPU; keys and values of 6 rows take 0.00 GiB at their limit",
     "a checkpoint:",
     "gold answers: 26 of 26 earn 2.8",
     "near misses of",
@@ -43,6 +50,65 @@ def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_
         assert words in printed, words
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_peak_is_that_of_a_trial_with_all_that_a_step_holds_at_full_length(
+    llama, tokenizer, prompts, monkeypatch
+):
+    """Storage to the limit, moments, gradients, and the largest micro-batch of policy and reference."""
+    small = small_update(tokenizer, prompts, beta=0.1, micro_batch_tokens=120, max_completion_length=40)
+    learner, seen = small.learner, []
+    decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
+    for file in ("fast_model", "engine", "decoder"):
+        monkeypatch.setattr(f"decoding.{file}.CHUNK", 8)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: len(seen))
+    forward, ref_forward = learner.scorer.forward, learner.reference_scorer.forward
+
+    def watched(rollout, rows):
+        assert len(decoder.engine.backbone.chunks) == 5, "storage to the limit"
+        assert len(learner.optimizer.state) == len(list(small.policy.parameters())), "moments"
+        gradients = all(p.grad is not None for p in small.policy.parameters())
+        lengths = [len(rollout.prompts[n // 4]) + int(rollout.lengths[n]) for n in rows]
+        seen.append((gradients, rollout.lengths.tolist(), sum(lengths), rollout.mix.shape))
+        return forward(rollout, rows)
+
+    monkeypatch.setattr(learner.scorer, "forward", watched)
+    refs = []
+    monkeypatch.setattr(
+        learner.reference_scorer, "forward", lambda *given: refs.append(given) or ref_forward(*given)
+    )
+    before = small.weights()
+    assert predicted_peak(small.config, learner, decoder, prompts, prompts * 3) == 2
+    assert [gradients for gradients, *_ in seen] == [False, True], "the second finds the gradients"
+    assert len(refs) == 2
+    for _, lengths, tokens, mix in seen:
+        assert lengths == [40] * 20
+        assert 60 < tokens <= 120 + max(map(len, prompts))
+        assert mix == (5, 40, 4, 4)
+    assert small.has_weights(before)
+    assert all(p.grad is None for p in small.policy.parameters())
+    assert decoder.interrupted is None
+    assert len(decoder.complete(prompts, Sampling(5))) == 5, "the decoder goes on"
+
+
+def test_the_peak_of_several_processes_has_the_buckets_of_their_gradients(
+    llama, tokenizer, prompts, fault_start, tmp_path, monkeypatch
+):
+    config = settings_of(fault_start, tmp_path / "out", beta=0.1)
+    decoder = GroupDecoder(llama, tokenizer, "e", config.interaction)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    start, seen = config.model, []
+
+    def spied(config, learner, *given):
+        seen.append(sum(p.numel() for p in learner.policy.parameters() if p.requires_grad))
+        return predicted_peak(config, learner, *given)
+
+    monkeypatch.setattr(preflight, "predicted_peak", spied)
+    assert preflight._trial(start, decoder, prompts[:2], [], config, processes=1) == 1000
+    assert preflight._trial(start, decoder, prompts[:2], [], config, processes=2) == 1000 + 4 * seen[1]
+    assert seen[0] == seen[1] > 0
 
 
 def test_the_check_counts_what_a_grader_does_not_decide(fault_start, tmp_path, capsys, monkeypatch):
