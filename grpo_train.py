@@ -23,6 +23,7 @@ import torch
 from accelerate.utils import gather_object
 
 from answers.formats import ANSWER_FORMATS
+from decoding.controls import row_keys
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
@@ -32,7 +33,7 @@ from learning.learner import make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, load_models, load_tokenizer, refresh
 from learning.parallel import max_over_processes, together
-from m3po_module import SIMILARITIES
+from m3po_module import CONTROLS, SIMILARITIES
 from problems.prompts import Prompting, prepare_problems
 from rewards import (
     REWARD_SETS,
@@ -53,6 +54,7 @@ from running.parsing import run_main
 from running.progress import next_problems, steps_to_do, trainer_state
 from running.run import Run
 from running.settings import TrainConfig, check, check_one_of, setting
+from running.strangers import hear_strangers
 from sft_train import warm_start, warm_start_settings
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -172,6 +174,12 @@ class Config(TrainConfig):
         in_card=True,
         goes_with="m3po_lambda",
     )
+    m3po_control: str = setting(
+        "none",
+        "what a path hears in the place of its peers, its input moved as far as M3PO would move it, to find "
+        "out what M3PO's effect comes from: " + ", ".join(CONTROLS) + " (docs/recipes.md)",
+        goes_with="m3po_lambda",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -192,6 +200,10 @@ class Config(TrainConfig):
         check_one_of(self, "loss_type", LOSS_TYPES)
         check_one_of(self, "scale_rewards", ("group", "none"))
         check_one_of(self, "m3po_similarity", SIMILARITIES)
+        check_one_of(self, "m3po_control", CONTROLS)
+        remedy = "is M3PO itself with m3po_similarity=mean: take another similarity, or no control"
+        is_mean = self.m3po_similarity == "mean"
+        check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
         check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
         chosen_rewards(self)
@@ -211,7 +223,8 @@ class Config(TrainConfig):
 
     @property
     def interaction(self):
-        return Interaction(self.m3po_lambda, self.m3po_temperature, self.m3po_similarity)
+        of_pairs = (self.m3po_temperature, self.m3po_similarity)
+        return Interaction(self.m3po_lambda, *of_pairs, self.m3po_control)
 
 
 def chosen_rewards(config):
@@ -276,6 +289,7 @@ def train(config, reward_functions=None, problems=None):
         evaluate = partial(held_out_accuracy, run, decoder, held_out)
         inputs = inputs_of(run, problems, held_out, start, policy, reward_functions)
         run.open(learner, inputs, evaluate, steps, total)  # locks the folder; resumes or begins
+        hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
 
@@ -471,7 +485,9 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
     uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
     uniforms = uniforms[list(groups)].flatten(0, 1)
-    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
+    keys = row_keys(config.seed, step, retry, len(batch) * G).view(len(batch), G)[list(groups)].flatten()
+    sampling = Sampling(T, G, config.temperature)
+    rollout = decoder.rollout([p.ids for p in problems], sampling, uniforms, keys=keys)
     rows = [p for p in problems for _ in range(G)]
     pairs = zip(rows, decoder.completions(rollout), strict=True)
     completions = [p.answered(completion) for p, completion in pairs]
@@ -643,6 +659,8 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
+    if config.m3po_control != "none":
+        remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
     if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):
         remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
     for remark in remarks:
