@@ -1,12 +1,13 @@
 """The strangers of a run: completions of other problems, which paths hear in the control of this name."""
 
 import random
+from pathlib import Path
 
 from accelerate.utils import gather_object
 
 from decoding.controls import Strangers
 from decoding.rollout import Sampling, rollout_uniforms
-from errors import RunError
+from errors import RunError, SettingError
 from learning.parallel import first_over_processes, shard, together
 from reporting.files import STRANGERS, read_records, write_records
 
@@ -35,6 +36,16 @@ def hear_strangers(run, decoder, problems):
                 write_records(path, records)
         run.say(f"strangers: {len(records)} completions, sampled from the start into {path}")
     decoder.hear_strangers(Strangers.of([r["ids"] for r in records], run.config.max_completion_length))
+
+
+def strangers_of(model, width):
+    """The Strangers of the run that trained a model, from its folder, `width` tokens of each at most."""
+    places = Path(model), Path(model).parent  # of a run, or of its best model or a checkpoint
+    path = next((place / STRANGERS for place in places if (place / STRANGERS).exists()), None)
+    if path is None:
+        remedy = f"needs the {STRANGERS} of the model's run in its folder; --m3po_control none is M3PO itself"
+        raise SettingError("m3po_control", "strangers", remedy)
+    return Strangers.of([record["ids"] for record in read_strangers(path)], width)
 
 
 def read_strangers(path):

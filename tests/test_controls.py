@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import grpo_eval
 import grpo_train
 from decoding.controls import Strangers, directions, hashed, normals, row_keys, scaled_mean_weights
 from decoding.decoder import GroupDecoder
@@ -16,10 +17,11 @@ from decoding.engine import added_products
 from decoding.rollout import Interaction, Sampling, joined, rollout_uniforms
 from errors import RunError, SettingError
 from learning.log_probs import Scorer, make_scorer
+from reporting.files import write_records, write_whole
 from running.log import _token_record
 from running.parsing import parse_config
 from running.strangers import read_strangers
-from small_models import build_model
+from small_models import a_model_and_problems, build_model
 from small_runs import SHORT, command, lines, run_short, without_times
 
 G, T, LAMBDA = 3, 24, 0.3
@@ -343,3 +345,22 @@ def test_a_control_is_the_same_run_on_two_processes(control, warm, tmp_path):
         for name in ("loss", "grad_norm", "kl", "input_change"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
         assert a["logp_diff_max"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_an_evaluation_lets_paths_interact_as_they_were_trained(tokenizer, tmp_path):
+    """With the settings of the run, whose control went unnoticed: the paths heard each other."""
+    a_model_and_problems(tmp_path, "llama", tokenizer)
+    model, texts = tmp_path / "model", {}
+    settings = dict(model=str(model), dataset=str(tmp_path), split="train", limit=3, num_samples=3)
+    settings |= dict(temperature=1.0, m3po=True, max_completion_length=12, output_dir=str(tmp_path))
+    for control in ("none", *CONTROLS):
+        write_whole(model / "run_config.yaml", f"m3po_lambda: 0.5\nm3po_control: {control}\nseed: 3\n")
+        if control == "strangers":
+            with pytest.raises(SettingError, match="m3po_control='strangers': needs the strangers.jsonl"):
+                grpo_eval.evaluate(grpo_eval.Config(**settings, name="lost"))
+            write_records(model / "strangers.jsonl", [{"ids": [7, 8, 9]}])
+        _, folder = grpo_eval.evaluate(grpo_eval.Config(**settings, name=control))
+        texts[control] = (folder / "samples_m3po.jsonl").read_text()
+    assert len(set(texts.values())) == 4
