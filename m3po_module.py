@@ -18,7 +18,7 @@ import math
 import torch
 
 SIMILARITIES = ("distribution", "embedding", "mean")
-CONTROLS = ("none", "scaled_mean", "noise", "strangers")  # decoding/controls.py
+CONTROLS = ("none", "scaled_mean", "noise", "strangers", "own")  # decoding/controls.py
 
 
 def products(features):

@@ -9,6 +9,8 @@ by as much:
     scaled_mean   d_i = mean_j e_j - e_i over the other thinking paths j
     noise         d_i is Gaussian noise, scaled to length 1: s_i is the size itself
     strangers     d_i = sum_j A_ij f_j - e_i, f_j the embedding of a stranger's token in path j's place
+    own           d_i = sum_k q_k f_k - e_i over the 16 likeliest tokens of the path's own distribution, of
+                  probabilities q that sum to 1
 
 `scaled_mean` is a matter of weights alone, and needs no s_i beside them. With the others the decoder records
 s_i, so that policy and reference find d_i with their own embeddings and move by s_i of it.
@@ -18,9 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
+from decoding.tokens import IMPOSSIBLE, LOGIT_BLOCK
 from m3po_module import weights_from_similarity
 
 AT_ONCE = 4096  # directions that are made together: integers of 8 bytes, E of each
+LIKELIEST = 16  # tokens of a path's own distribution that it hears in the control `own`
 ROUNDING = 1e-5  # a change this short, beside the length of its embedding, is none but for rounding
 
 
@@ -56,15 +60,51 @@ def scaled_mean_weights(embeds, weights, thinking):
 def controlled(control, embeds, heard, weights, scale, lambda_blend):
     """The next inputs h (..., G, E) of a control that records its scale (..., G), and that scale.
 
-    heard (..., G, E): the noise, or the strangers' embeddings. scale None: it is chosen here, by the decoder.
+    heard (..., G, E): the noise, the strangers' embeddings, or the mean of the path's own likeliest tokens.
+    scale None: it is chosen here, by the decoder.
     Computed in float32, returned in the dtype of `embeds`. Where the scale is 0 an embedding stays as it is,
     bit for bit. Gradients reach every embedding, and neither weights nor scale.
     """
     with torch.autocast(embeds.device.type, enabled=False):
-        direction = heard if control == "noise" else change_towards(heard, weights, embeds)
+        if control == "strangers":
+            direction = change_towards(heard, weights, embeds)
+        else:
+            direction = heard if control == "noise" else heard - embeds.float()
         if scale is None:
             scale = scale_of(direction, weights, embeds)
         return (embeds.float() + lambda_blend * scale[..., None] * direction).to(embeds.dtype), scale
+
+
+def likeliest(logits, unreal):
+    """The LIKELIEST tokens (n, K) of softmax(logits) and their probabilities, which are made to sum to 1.
+
+    logits (n, W) in whole blocks; those of the ids `unreal`, which no token has, are overwritten. Of equal
+    logits the lower id comes first, on every device and beside any rows. The tokens are in the K blocks with
+    the largest logits: one pass over all, and nothing of their size is made.
+    """
+    logits.index_fill_(1, unreal, max(IMPOSSIBLE, torch.finfo(logits.dtype).min))
+    blocks = logits.unflatten(1, (-1, LOGIT_BLOCK))
+    _, best = _largest(blocks.amax(-1), torch.arange(blocks.shape[1], device=logits.device))
+    ids = (best[..., None] * LOGIT_BLOCK + torch.arange(LOGIT_BLOCK, device=logits.device)).flatten(1)
+    values, ids = _largest(logits.gather(1, ids), ids)
+    return ids, torch.softmax(values, -1)
+
+
+def _largest(values, ids):
+    """The LIKELIEST largest of values (n, m), the one with the lower id first among equals.
+
+    ids (m,) or (n, m), below 2**31. Returns them in float32, and their ids.
+    """
+    bits = values.float().contiguous().view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # whole numbers in the order of the values
+    ranks = (ordered << 32) | (2**31 - 1 - ids)
+    index = ranks.topk(min(LIKELIEST, values.shape[1])).indices
+    return values.float().gather(1, index), ids.expand_as(values).gather(1, index)
+
+
+def mean_embedding(embeds, probs):
+    """sum_k q_k f_k: embeds (..., K, E), probs (..., K) -> (..., E) float32."""
+    return (probs[..., None] * embeds.float()).sum(-2)
 
 
 # Random numbers that depend on a row, a position and a dimension alone. Integers of 64 bits wrap around, and

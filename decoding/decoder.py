@@ -9,10 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from decoding.engine import CHUNK, Engine
-from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device
+from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device, widened
 from decoding.tokens import token_tables, unwritten_ids
 from errors import Interrupted
 
@@ -64,6 +63,7 @@ class GroupDecoder:
         decode = Decode(self.engine, prompts, sampling, draws, interacts, batch_rows=len(prompts) * G)
         out = decode.run(self.interrupted)
         used = max(1, int(out.t.max()))  # device sync
+        recorded = (x[:, :used].contiguous() for x in (out.scale, out.heard_ids, out.heard_probs))
         return Rollout(
             prompts=prompts,
             ids=out.ids[:, :used].contiguous(),
@@ -77,15 +77,17 @@ class GroupDecoder:
             lambda_blend=lambda_blend if interacts else 0.0,
             input_change=out.input_change[:, :used].contiguous() if interacts else None,
             control=control,
-            **self.heard_instead(control, out.scale[:, :used], keys),
+            **self.heard_instead(control, keys, *recorded),
         )
 
-    def heard_instead(self, control, scale, keys):
-        """What a Rollout has of a control that records its scale (N, T)."""
+    def heard_instead(self, control, keys, scale, ids, probs):
+        """What a Rollout has of a control that records its scale (N, T); ids and probs (N, T, K) of `own`."""
+        if control == "own":
+            return {"scale": scale, "heard_ids": ids, "heard_probs": probs}
         if control not in ("noise", "strangers"):
             return {}
         keys = to_device(keys, self.engine.device)
-        made = {"scale": scale.contiguous(), "keys": keys}
+        made = {"scale": scale, "keys": keys}
         if control == "strangers":
             positions = torch.arange(scale.shape[1], device=keys.device)
             made["heard_ids"] = self.engine.strangers.tokens(keys[:, None], positions)
@@ -162,6 +164,8 @@ class Sequences(NamedTuple):
     thinking: torch.Tensor  # (N, tokens)
     input_change: torch.Tensor  # (N, tokens)
     scale: torch.Tensor  # (N, tokens)
+    heard_ids: torch.Tensor  # (N, tokens, K)
+    heard_probs: torch.Tensor  # (N, tokens, K)
     ended: torch.Tensor  # (N,) by EOS
     t: torch.Tensor  # (N,) tokens sampled
 
@@ -192,9 +196,10 @@ class Decode:
         self.step, self.end = 0, 0  # by step `end` every row is finished
         rows = engine.rows
         columns = (rows.ids, rows.logp, rows.thinking, rows.input_change, rows.scale)
+        columns += (rows.heard_ids, rows.heard_probs)
         self.in_rows = Sequences(*(column[:, :T] for column in columns), rows.ended, rows.t)
         total = len(prompts) * G
-        first = (x[:, :CHUNK] if x.dim() == 2 else x for x in self.in_rows)
+        first = (x[:, :CHUNK] if x.dim() > 1 else x for x in self.in_rows)
         self.sequences = Sequences(*(x.new_zeros(total, *x.shape[1:]) for x in first))
 
     def run(self, interrupted=None):
@@ -209,8 +214,8 @@ class Decode:
         # What lies in a row after the end of its sequence is of an earlier one.
         after = torch.arange(out.ids.shape[1], device=device) >= out.t[:, None]
         out.ids.masked_fill_(after, self.engine.tables.pad_id)
-        for column in (out.logp, out.thinking, out.input_change, out.scale):
-            column.masked_fill_(after, 0)
+        for column in (out.logp, out.thinking, out.input_change, out.scale, out.heard_ids, out.heard_probs):
+            column.masked_fill_(after if column.dim() == 2 else after[..., None], 0)
         return out
 
     def reassign_rows(self):
@@ -230,7 +235,7 @@ class Decode:
         source, target = (to_device(x, self.engine.device) for x in (rows, sequences))
         width = self.widen(max((self.step - self.assigned[row].begun for row in rows), default=0))
         for column, in_rows in zip(self.sequences, self.in_rows, strict=True):
-            column[target] = in_rows[source, :width] if column.dim() == 2 else in_rows[source]
+            column[target] = in_rows[source, :width] if column.dim() > 1 else in_rows[source]
         for row, sequence in zip(rows, sequences, strict=True):
             self.assigned[row] = None
             self.uncollected[sequence // self.G] -= 1
@@ -243,7 +248,7 @@ class Decode:
         width = self.sequences.ids.shape[1]
         more = min(self.limit, -(-longest // CHUNK) * CHUNK) - width
         if more > 0:
-            wider = (F.pad(x, (0, more)) if x.dim() == 2 else x for x in self.sequences)
+            wider = (widened(x, width + more, 0) if x.dim() > 1 else x for x in self.sequences)
             self.sequences, width = Sequences(*wider), width + more
         return width
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from decoding.any_model import PlainBackbone, UncachedBackbone, far_apart
-from decoding.controls import Strangers, directions
+from decoding.controls import LIKELIEST, Strangers, directions, likeliest, mean_embedding
 from decoding.fast_model import CHUNK, FastBackbone, kernels, why_not
 from decoding.rollout import Sampling, to_device
 from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_logits
@@ -55,6 +55,7 @@ class Engine:
         self.model, self.tables, self.interaction = model, tables, interaction
         self.device, self.on_cuda = model.device, model.device.type == "cuda"
         self.fast, self.compiled = fast, compiled
+        self.unreal = (~tables.real).nonzero().flatten()  # ids that no token has
         self.strangers = None  # whom paths hear in the place of their peers, in the control of this name
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, Sizes(), {}, 0.0
 
@@ -191,9 +192,12 @@ class Engine:
         of_rows = {"ended": torch.bool, "finished": torch.bool}
         of_rows |= dict.fromkeys(("t", "state", "prompt_len", "slot", "path", "key", "cache_row"), torch.long)
         zeros = functools.partial(torch.zeros, device=self.device)
+        heard = (R, T + 1, LIKELIEST if self.interaction.control == "own" else 0)
         self.rows = Rows(
             **{name: zeros(R, T + 1, dtype=dtype) for name, dtype in of_tokens.items()},
             **{name: zeros(R, dtype=dtype) for name, dtype in of_rows.items()},
+            heard_ids=zeros(*heard, dtype=torch.long),
+            heard_probs=zeros(*heard, dtype=torch.float32),
             logits=zeros(R, self.backbone.width, dtype=self.backbone.logit_dtype),
         )
         self.all_row_of_path = zeros(B, G, dtype=torch.long)
@@ -359,6 +363,12 @@ class Engine:
         token = (rows.t - 1).clamp(min=0)
         if self.interaction.control == "noise":
             return directions(rows.key, token, width)
+        if self.interaction.control == "own":
+            ids, probs = likeliest(rows.logits, self.unreal)
+            at = token[:, None, None].expand(-1, 1, ids.shape[1])
+            rows.heard_ids.scatter_(1, at, ids[:, None])
+            rows.heard_probs.scatter_(1, at, probs[:, None])
+            return mean_embedding(self.backbone.embed(ids), probs)
         return self.backbone.embed(self.strangers.tokens(rows.key, token))
 
 

@@ -82,7 +82,9 @@ class Rollout:
     control: str = "none"
     scale: torch.Tensor | None = None  # (N, T) float32, how far inputs are moved in the control's direction
     keys: torch.Tensor | None = None  # (N,) of the rows, from which their noise follows
-    heard_ids: torch.Tensor | None = None  # (N, T) what is heard in the place of each row's tokens
+    # (N, T) what is heard in the place of each row's tokens, or (N, T, K) what it hears of its own
+    heard_ids: torch.Tensor | None = None
+    heard_probs: torch.Tensor | None = None  # (N, T, K) float32
 
     @property
     def lengths(self):
@@ -126,6 +128,7 @@ class Rollout:
 
 # tensors (N, ...) of a Rollout
 OF_ROWS = ("ids", "mask", "logp", "ended", "thinking", "input_change", "scale", "keys", "heard_ids")
+OF_ROWS += ("heard_probs",)
 
 
 def joined(rollouts, pad_id):
@@ -136,13 +139,13 @@ def joined(rollouts, pad_id):
         values = [getattr(rollout, name) for rollout in rollouts]
         if values[0] is None or values[0].dim() == 1:
             return None if values[0] is None else torch.cat(values)
-        return torch.cat([_widened(value, width, pad_id if name == "ids" else 0) for value in values])
+        return torch.cat([widened(value, width, pad_id if name == "ids" else 0) for value in values])
 
     prompts = [prompt for rollout in rollouts for prompt in rollout.prompts]
     return replace(rollouts[0], prompts=prompts, **{name: column(name) for name in (*OF_ROWS, "mix")})
 
 
-def _widened(tensor, width, value):
+def widened(tensor, width, value):
     """Dimension 1, the tokens, padded to `width`."""
     gap = width - tensor.shape[1]
     return F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, gap), value=value)

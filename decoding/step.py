@@ -83,13 +83,15 @@ def keep_top(logits, top_k, top_p):
 
 
 class Rows(NamedTuple):
-    """What is known of the R rows. Column t of the first six belongs to completion token t."""
+    """What is known of the R rows. Column t of the first eight belongs to completion token t."""
 
     ids: torch.Tensor  # (R, T + 1)
     logp: torch.Tensor  # (R, T + 1)
     thinking: torch.Tensor  # (R, T + 1)
     input_change: torch.Tensor  # (R, T + 1)
     scale: torch.Tensor  # (R, T + 1) of a control that records it
+    heard_ids: torch.Tensor  # (R, T + 1, K) in the control `own`, else K is 0
+    heard_probs: torch.Tensor  # (R, T + 1, K)
     uniforms: torch.Tensor  # (R, T + 1)
     t: torch.Tensor  # (R,) tokens sampled so far
     state: torch.Tensor  # (R,) of the automaton that looks for the end of thinking

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
-from decoding.controls import controlled, directions
+from decoding.controls import controlled, directions, mean_embedding
 from decoding.rollout import to_device
 from decoding.self_test import probe_rollout
 from errors import one_line
@@ -137,8 +137,8 @@ class Scorer(nn.Module):
         groups, index = torch.unique(rows // G, return_inverse=True)
         groups, index, path = (to_device(x, device) for x in (groups, index, rows % G))
 
-        def of_paths(values):  # (N, T) -> (g, length, G)
-            return values.view(-1, G, values.shape[1])[groups, :, :length].transpose(1, 2)
+        def of_paths(values):  # (N, T, ...) -> (g, length, G, ...)
+            return values.unflatten(0, (-1, G))[groups, :, :length].transpose(1, 2)
 
         embeds = self._embed(of_paths(rollout.ids))
         mix, share = rollout.mix[groups, :length], rollout.lambda_blend
@@ -149,6 +149,8 @@ class Scorer(nn.Module):
             heard = directions(keys, torch.arange(length, device=device)[:, None], embeds.shape[-1])
         else:
             heard = self._embed(of_paths(rollout.heard_ids))
+            if rollout.control == "own":
+                heard = mean_embedding(heard, of_paths(rollout.heard_probs))
         scale = of_paths(rollout.scale)
         return controlled(rollout.control, embeds, heard, mix, scale, share)[0][index, :, path]
 

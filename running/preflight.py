@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
-from decoding.controls import Strangers, row_keys
+from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
@@ -247,6 +247,7 @@ def _made_up_rollout(decoder, prompts, sampling, keys):
     real = decoder.tables.real.nonzero().flatten()
     blank = torch.zeros(N, T, device=device)
     control = decoder.interaction.control if interacts else "none"
+    heard = torch.zeros(N, T, LIKELIEST if control == "own" else 0, device=device)
     return Rollout(
         prompts=prompts,
         ids=real[torch.randint(len(real), (N, T), device=device)],
@@ -260,7 +261,7 @@ def _made_up_rollout(decoder, prompts, sampling, keys):
         lambda_blend=lambda_blend if interacts else 0.0,
         input_change=blank if interacts else None,
         control=control,
-        **decoder.heard_instead(control, blank, keys),
+        **decoder.heard_instead(control, keys, blank, heard.long(), heard),
     )
 
 

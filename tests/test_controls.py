@@ -11,7 +11,7 @@ import torch
 
 import grpo_eval
 import grpo_train
-from decoding.controls import Strangers, directions, hashed, normals, row_keys, scaled_mean_weights
+from decoding.controls import Strangers, directions, hashed, likeliest, normals, row_keys, scaled_mean_weights
 from decoding.decoder import GroupDecoder
 from decoding.engine import added_products
 from decoding.rollout import Interaction, Sampling, joined, rollout_uniforms
@@ -25,7 +25,7 @@ from small_models import a_model_and_problems, build_model
 from small_runs import SHORT, command, lines, run_short, without_times
 
 G, T, LAMBDA = 3, 24, 0.3
-CONTROLS = ("scaled_mean", "noise", "strangers")
+CONTROLS = ("scaled_mean", "noise", "strangers", "own")
 
 
 def some_strangers():
@@ -99,6 +99,10 @@ def slow_log_probs(model, out, control, group, prompt, strangers):
                 size = (c - e[i]).norm()
                 if control == "scaled_mean":
                     d = sum(e[j] for j in peers) / len(peers) - e[i]
+                elif control == "own":
+                    likely = sorted(range(real), key=lambda v: -float(p[i][v]))[:16]
+                    q = p[i][likely] / p[i][likely].sum()
+                    d = sum(w * embed(torch.tensor(v)) for w, v in zip(q, likely, strict=True)) - e[i]
                 elif control == "noise":
                     d = python_noise(python_key(0, 0, 0, n), t, len(e[i]))
                 else:
@@ -165,7 +169,8 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
     assert torch.equal(part.ids, whole.ids[rows, :width])
     assert torch.allclose(part.logp, whole.logp[rows, :width], atol=1e-5)
     other = sampled(decoder, prompts, step=1)
-    assert (control == "scaled_mean") or not torch.equal(other.keys, whole.keys)
+    assert not torch.equal(other.ids, whole.ids)
+    assert control in ("scaled_mean", "own") or not torch.equal(other.keys, whole.keys)
 
 
 @pytest.mark.parametrize("control", CONTROLS)
@@ -190,6 +195,8 @@ def test_the_reference_moves_its_own_embeddings_by_the_scale_that_was_recorded(l
         own, peers = table[out.ids[4, 1]], table[out.ids[3:6, 1]]
         if control == "scaled_mean":
             heard = out.mix[1, 1, 1] @ peers - own
+        elif control == "own":
+            heard = out.scale[4, 1] * (out.heard_probs[4, 1] @ table[out.heard_ids[4, 1]] - own)
         elif control == "noise":
             heard = out.scale[4, 1] * python_noise(python_key(0, 0, 0, 4), 1, len(own))
         else:
@@ -246,6 +253,25 @@ def test_the_scaled_mean_by_hand():
     assert torch.equal(made[:3], torch.eye(4)[:3]), "a mean that is the path's own embedding moves nothing"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_likeliest_tokens_are_those_of_a_sort_the_lower_id_first_among_equals(dtype):
+    """bf16 has few numbers: most of the largest logits are equal to others. Some ids are no token's."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (128, 1280):
+        logits = (3 * torch.randn(7, width, generator=generator)).to(dtype)
+        logits[1] = 0.5
+        logits[2, 5:40] = 9.0
+        unreal = torch.tensor([0, 6, 7, *range(width - 50, width)])
+        logits[:, unreal] += 20
+        allowed = [v for v in range(width) if v not in unreal.tolist()]
+        wanted = [sorted(allowed, key=lambda v: (-float(row[v]), v))[:16] for row in logits]
+        values = torch.stack([row[ids] for row, ids in zip(logits, wanted, strict=True)]).float()
+        ids, probs = likeliest(logits.clone(), unreal)
+        assert ids.tolist() == wanted
+        assert torch.allclose(probs, torch.softmax(values, -1), atol=1e-6)
+        assert torch.equal(likeliest(logits[3:4].clone(), unreal)[0], ids[3:4])
+
+
 def test_the_parts_of_products_that_a_kernel_gives_are_added_by_group():
     """Tiles of 16 lanes: two groups of G = 5 paths in 8 lanes each, and groups of 20 paths in 32."""
     for B, paths, lanes, slots in ((3, 5, 16, 8), (2, 20, 32, 32), (5, 2, 16, 2)):
@@ -279,7 +305,10 @@ def test_what_a_control_hears_is_recorded_where_it_is_its_peers(llama, tokenizer
     ("flags", "why"),
     [
         ("--m3po_lambda 0 --m3po_control noise", "m3po_control='noise'.*has no effect with m3po_lambda=0"),
-        ("--m3po_control nois", "m3po_control='nois': must be one of none, scaled_mean, noise, strangers"),
+        (
+            "--m3po_control nois",
+            "m3po_control='nois': must be one of none, scaled_mean, noise, strangers, own",
+        ),
         ("--m3po_control scaled_mean --m3po_similarity mean", "m3po_control='scaled_mean': is M3PO itself"),
     ],
 )
@@ -363,4 +392,4 @@ def test_an_evaluation_lets_paths_interact_as_they_were_trained(tokenizer, tmp_p
             write_records(model / "strangers.jsonl", [{"ids": [7, 8, 9]}])
         _, folder = grpo_eval.evaluate(grpo_eval.Config(**settings, name=control))
         texts[control] = (folder / "samples_m3po.jsonl").read_text()
-    assert len(set(texts.values())) == 4
+    assert len(set(texts.values())) == 5
