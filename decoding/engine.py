@@ -340,18 +340,18 @@ class Engine:
         similarity, recorded = interaction.similarity, (self.row_of_path, rows, self.mix, interaction)
         if self.captures and similarity == "distribution":
             alike = kernels.group_products(rows.logits, top, real, self.row_of_path, thinking)
-            if interaction.control == "none":
+            if interaction.control not in ("strangers", "own"):
                 return kernels.mix(embeds, alike, thinking, *recorded)
-            alike = added_products(alike, *self.row_of_path.shape)
+            said = embeds, self._heard_instead(rows, embeds.shape[-1])
+            return kernels.mix_heard(said, alike, thinking, *recorded)
+        if similarity == "distribution":
+            # Probabilities up to a factor, which a cosine ignores.
+            features = (real_scores(rows.logits, 1.0, real) - top[:, None]).exp()
+        elif similarity == "embedding":
+            features = embeds
         else:
-            if similarity == "distribution":
-                # Probabilities up to a factor, which a cosine ignores.
-                features = (real_scores(rows.logits, 1.0, real) - top[:, None]).exp()
-            elif similarity == "embedding":
-                features = embeds
-            else:
-                features = torch.ones_like(embeds[:, :1])
-            alike = products(by_group(features, self.row_of_path))
+            features = torch.ones_like(embeds[:, :1])
+        alike = products(by_group(features, self.row_of_path))
         if not interaction.records_scale:
             return mix_step(embeds, alike, thinking, *recorded)
         thinks = by_group(thinking, self.row_of_path)
@@ -370,14 +370,6 @@ class Engine:
             rows.heard_probs.scatter_(1, at, probs[:, None])
             return mean_embedding(self.backbone.embed(ids), probs)
         return self.backbone.embed(self.strangers.tokens(rows.key, token))
-
-
-def added_products(parts, groups, paths):
-    """The products (B, G, G) whose parts `group_products` gave, (tiles, parts, lanes, lanes)."""
-    sums, slots = parts.sum(1), 1 << (paths - 1).bit_length()
-    side_by_side = sums.unflatten(1, (-1, slots)).unflatten(3, (-1, slots))  # (tiles, k, slots, k, slots)
-    of_groups = side_by_side.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)  # (tiles, k, slots, slots)
-    return of_groups.flatten(0, 1)[:groups, :paths, :paths]
 
 
 def sizes_up_to(n):

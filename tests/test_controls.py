@@ -13,7 +13,6 @@ import grpo_eval
 import grpo_train
 from decoding.controls import Strangers, directions, hashed, likeliest, normals, row_keys, scaled_mean_weights
 from decoding.decoder import GroupDecoder
-from decoding.engine import added_products
 from decoding.rollout import Interaction, Sampling, joined, rollout_uniforms
 from errors import RunError, SettingError
 from learning.log_probs import Scorer, make_scorer
@@ -270,19 +269,6 @@ def test_the_likeliest_tokens_are_those_of_a_sort_the_lower_id_first_among_equal
         assert ids.tolist() == wanted
         assert torch.allclose(probs, torch.softmax(values, -1), atol=1e-6)
         assert torch.equal(likeliest(logits[3:4].clone(), unreal)[0], ids[3:4])
-
-
-def test_the_parts_of_products_that_a_kernel_gives_are_added_by_group():
-    """Tiles of 16 lanes: two groups of G = 5 paths in 8 lanes each, and groups of 20 paths in 32."""
-    for B, paths, lanes, slots in ((3, 5, 16, 8), (2, 20, 32, 32), (5, 2, 16, 2)):
-        k = lanes // slots
-        parts = torch.randn(-(-B // k), 4, lanes, lanes)
-        made = added_products(parts, B, paths)
-        assert made.shape == (B, paths, paths)
-        for b in range(B):
-            first = b % k * slots
-            block = parts[b // k].sum(0)[first : first + paths, first : first + paths]
-            assert torch.equal(made[b], block)
 
 
 def test_what_a_control_hears_is_recorded_where_it_is_its_peers(llama, tokenizer, prompts):
