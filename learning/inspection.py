@@ -87,7 +87,8 @@ def inspect_group(run, sampler, decoder, sampled, step):
         group = Group(rollout.mix[0].cpu(), rollout.thinking[:G].cpu(), rollout.input_change[:G].cpu())
         ids = [completion.ids for completion in sampled.completions[:G]]
         text = describe_interaction(_pieces(decoder, ids), _pieces(decoder, effect.alone), group, effect)
-        run.say(f"M3PO_DEBUG, step {step + 1}, first group: {text}")
+        instead = "" if rollout.control == "none" else f", of which m3po_control={rollout.control} is heard"
+        run.say(f"M3PO_DEBUG, step {step + 1}, first group{instead}: {text}")
         run.say(f"  to see every token: {run.folder / 'report.html'}")
     return effect
 
@@ -108,7 +109,8 @@ def gate_sums(sampler, rollout):
     parts = (x.split(at_once) for x in (rollout.mix, thinking, ids))
     for mix, thinks, said in zip(*parts, strict=True):
         could_choose, *measures = gate_measures(mix, thinks, said, embed(said))
-        sums += torch.stack([could_choose.sum(), *(m[could_choose].sum() for m in measures)])
+        counted = [torch.where(could_choose, measure, 0.0).sum() for measure in measures]
+        sums += torch.stack([could_choose.sum(), *counted])
     names = ("choosing", "gate_entropy", "gate_same_token", "gate_mean_cosine")
     return {name: [number] for name, number in zip(names, sums.tolist(), strict=True)}  # device sync
 

@@ -16,9 +16,11 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, joined, rollout_uniforms
 from errors import RunError, SettingError
 from learning.log_probs import Scorer, make_scorer
+from problems.problem import EncodedProblem
 from reporting.files import write_records, write_whole
 from running.log import _token_record
 from running.parsing import parse_config
+from running.preflight import _made_up_rollout
 from running.strangers import read_strangers
 from small_models import a_model_and_problems, build_model
 from small_runs import SHORT, command, lines, run_short, without_times
@@ -170,6 +172,34 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
     other = sampled(decoder, prompts, step=1)
     assert not torch.equal(other.ids, whole.ids)
     assert control in ("scaled_mean", "own") or not torch.equal(other.keys, whole.keys)
+
+
+@pytest.mark.parametrize("control", ["noise", "strangers"])
+def test_what_a_row_hears_follows_from_its_number_in_the_batch(llama, tokenizer, prompts, control):
+    """Whoever samples it; an extra rollout and another step draw anew."""
+    decoder = decoder_of(llama, tokenizer, control)
+    config = grpo_train.Config(num_generations=G, max_completion_length=T, eval_every=0)
+    batch = [EncodedProblem(None, "", ids) for ids in prompts]
+    whole = grpo_train.sample_groups(config, decoder, batch, 2, range(5))
+    part = grpo_train.sample_groups(config, decoder, batch, 2, range(2, 4))
+    assert part.texts == whole.texts[2 * G : 4 * G]
+    keys = row_keys(config.seed, 2, 0, 5 * G)
+    assert torch.equal(whole.rollout.keys, keys)
+    assert torch.equal(part.rollout.keys, keys[2 * G : 4 * G])
+    for other in (dict(step=2, retry=1), dict(step=3)):
+        again = grpo_train.sample_groups(config, decoder, batch, groups=range(5), **other)
+        assert not set(again.rollout.keys.tolist()) & set(keys.tolist())
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_the_trial_of_a_check_scores_what_a_control_records(llama, tokenizer, prompts, control):
+    decoder, keys = decoder_of(llama, tokenizer, control), row_keys(0, 0, 0, 2 * G)
+    made, real = _made_up_rollout(decoder, prompts[:2], Sampling(9, G, 1.0), keys), sampled(decoder, prompts)
+    for name in ("mix", "scale", "keys", "heard_ids", "heard_probs"):
+        ours, theirs = getattr(made, name), getattr(real, name)
+        assert (ours is None) == (theirs is None), name
+        assert ours is None or (ours.dtype, ours.shape[2:]) == (theirs.dtype, theirs.shape[2:]), name
+    assert Scorer(llama, decoder.tables)(made, [0, 4])[0].isfinite().all()
 
 
 @pytest.mark.parametrize("control", CONTROLS)
