@@ -174,6 +174,20 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
     assert control in ("scaled_mean", "own") or not torch.equal(other.keys, whole.keys)
 
 
+@pytest.mark.parametrize("control", CONTROLS)
+@torch.no_grad()
+def test_what_a_control_records_survives_storage_that_grows(llama, tokenizer, prompts, control, monkeypatch):
+    whole = sampled(decoder_of(llama, tokenizer, control), prompts)
+    for file in ("fast_model", "engine", "decoder"):
+        monkeypatch.setattr(f"decoding.{file}.CHUNK", 7)
+    grown = sampled(decoder_of(llama, tokenizer, control), prompts)
+    assert whole.ids.shape[1] > 14
+    assert torch.equal(grown.ids, whole.ids)
+    for name in ("mix", "scale", "heard_ids", "heard_probs"):
+        ours, theirs = getattr(grown, name), getattr(whole, name)
+        assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5), name
+
+
 @pytest.mark.parametrize("control", ["noise", "strangers"])
 def test_what_a_row_hears_follows_from_its_number_in_the_batch(llama, tokenizer, prompts, control):
     """Whoever samples it; an extra rollout and another step draw anew."""

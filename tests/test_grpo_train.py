@@ -460,7 +460,9 @@ def test_how_much_the_gate_chooses_is_a_mean_over_tokens_with_which_a_path_could
     none = gate_sums(small.policy, rollout)
     other.update({name: [0.0] for name in sums})
     assert all(math.isnan(small.metrics(*how, none)[name]) for name in names)
-    rollout.mix = None
+    rollout.control = "scaled_mean"
+    assert gate_sums(small.policy, rollout) == {}, "its weights are no gate's"
+    rollout.mix, rollout.control = None, "none"
     assert gate_sums(small.policy, rollout) == {}
     assert "gate_entropy" not in small.metrics(*how, {})
 
