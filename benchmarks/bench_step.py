@@ -194,7 +194,7 @@ def update_case(case, args):
 
 
 def gsm8k_case(case, args, emit):
-    """The update of this code, and that of the code before, each in processes of its own, one after the other;
+    """The update of this code, and that of the code before, in processes of their own, one after the other;
     the faster of each counts, since a host that is busy elsewhere only adds to it.
     """
     code = {"": str(ROOT)} | ({"_before": args.before} if args.before else {})
