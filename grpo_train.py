@@ -215,9 +215,11 @@ class Config(TrainConfig):
         check_one_of(self, "m3po_similarity", SIMILARITIES)
         check_one_of(self, "m3po_control", CONTROLS)
         check_one_of(self, "m3po_scoring", ("blended", "plain"))
-        remedy = "is M3PO itself with m3po_similarity=mean: take another similarity, or no control"
-        is_mean = self.m3po_similarity == "mean"
+        is_mean = self.m3po_similarity == "mean" or self.num_generations == 2
+        remedy = "is M3PO itself where all peers are heard alike: with m3po_similarity=mean, or one peer"
         check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
+        remedy = "has no effect with num_generations=2: each path hears all there is; give at least 3"
+        check(self, "m3po_credit", lambda v: not v or self.num_generations > 2, remedy)
         check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
         chosen_rewards(self)

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import json
 import math
 
@@ -43,10 +44,22 @@ def decoder_of(model, tokenizer, control, think_end="e", **kwargs):
     return decoder
 
 
-def sampled(decoder, prompts, rows=slice(None), step=0):
+def sampled(decoder, prompts, rows=slice(None), step=0, length=T):
     N = len(prompts) * G if rows == slice(None) else 5 * G
-    uniforms, keys = rollout_uniforms(0, step, 0, N, T)[rows], row_keys(0, step, 0, N)[rows]
-    return decoder.rollout(prompts, Sampling(T, G, 1.0), uniforms, keys=keys)
+    uniforms, keys = rollout_uniforms(0, step, 0, N, length)[rows], row_keys(0, step, 0, N)[rows]
+    return decoder.rollout(prompts, Sampling(length, G, 1.0), uniforms, keys=keys)
+
+
+@pytest.fixture(scope="module")
+def made(llama, tokenizer, prompts):
+    """The decoder of a control and what it sampled for all prompts, once."""
+
+    @functools.cache
+    def of(control):
+        decoder = decoder_of(llama, tokenizer, control)
+        return decoder, sampled(decoder, prompts)
+
+    return of
 
 
 def python_hash(x):
@@ -121,14 +134,14 @@ def slow_log_probs(model, out, control, group, prompt, strangers):
 @torch.no_grad()
 def test_a_control_moves_inputs_its_own_way_and_as_far_as_m3po_would(llama, tokenizer, prompts, control):
     decoder = decoder_of(llama, tokenizer, control, "</reasoning>")
-    out = sampled(decoder, prompts)
+    out = sampled(decoder, prompts[:3], length=12)
     logps, sizes = slow_log_probs(llama, out, control, 2, prompts[2], some_strangers())
     for i, n in enumerate(range(2 * G, 3 * G)):
         length = int(out.lengths[n])
         assert torch.allclose(out.logp[n, :length], torch.tensor(logps[i][:length]), atol=3e-5)
     assert len(sizes) > 20, "the test is about paths that are moved"
     assert all(moved == pytest.approx(wanted, abs=1e-5) for moved, wanted, length in sizes if length > 1e-5)
-    m3po = sampled(decoder_of(llama, tokenizer, "none", "</reasoning>"), prompts)
+    m3po = sampled(decoder_of(llama, tokenizer, "none", "</reasoning>"), prompts[:3], length=12)
     assert not torch.equal(out.ids, m3po.ids)
     # until something is heard, paths are the same
     assert torch.equal(out.ids[:, 0], m3po.ids[:, 0])
@@ -158,10 +171,9 @@ def test_scoring_equals_sampling_in_every_control(family, control, tokenizer, pr
 
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
-def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenizer, prompts, control):
+def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenizer, prompts, control, made):
     """I10: who sits beside whom, rows that have left, and the path of the decoder count for nothing."""
-    decoder = decoder_of(llama, tokenizer, control)
-    whole, rows = sampled(decoder, prompts), slice(2 * G, 4 * G)
+    (decoder, whole), rows = made(control), slice(2 * G, 4 * G)
     plain = sampled(decoder_of(llama, tokenizer, control, fast=False), prompts)
     assert torch.equal(plain.ids, whole.ids)
     assert torch.allclose(plain.logp, whole.logp, atol=1e-5)
@@ -176,8 +188,8 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
 
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
-def test_what_a_control_records_survives_storage_that_grows(llama, tokenizer, prompts, control, monkeypatch):
-    whole = sampled(decoder_of(llama, tokenizer, control), prompts)
+def test_storage_that_grows_keeps_what_is_recorded(llama, tokenizer, prompts, control, made, monkeypatch):
+    _, whole = made(control)
     for file in ("fast_model", "engine", "decoder"):
         monkeypatch.setattr(f"decoding.{file}.CHUNK", 7)
     grown = sampled(decoder_of(llama, tokenizer, control), prompts)
@@ -206,21 +218,20 @@ def test_what_a_row_hears_follows_from_its_number_in_the_batch(llama, tokenizer,
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_the_trial_of_a_check_scores_what_a_control_records(llama, tokenizer, prompts, control):
-    decoder, keys = decoder_of(llama, tokenizer, control), row_keys(0, 0, 0, 2 * G)
-    made, real = _made_up_rollout(decoder, prompts[:2], Sampling(9, G, 1.0), keys), sampled(decoder, prompts)
+def test_the_trial_of_a_check_scores_what_a_control_records(llama, prompts, control, made):
+    (decoder, real), keys = made(control), row_keys(0, 0, 0, 2 * G)
+    trial = _made_up_rollout(decoder, prompts[:2], Sampling(9, G, 1.0), keys)
     for name in ("mix", "scale", "keys", "heard_ids", "heard_probs"):
-        ours, theirs = getattr(made, name), getattr(real, name)
+        ours, theirs = getattr(trial, name), getattr(real, name)
         assert (ours is None) == (theirs is None), name
         assert ours is None or (ours.dtype, ours.shape[2:]) == (theirs.dtype, theirs.shape[2:]), name
-    assert Scorer(llama, decoder.tables)(made, [0, 4])[0].isfinite().all()
+    assert Scorer(llama, decoder.tables)(trial, [0, 4])[0].isfinite().all()
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
-def test_groups_that_move_bring_what_their_control_needs(llama, tokenizer, prompts, control):
-    decoder = decoder_of(llama, tokenizer, control)
-    out = sampled(decoder, prompts)
+def test_groups_that_move_bring_what_their_control_needs(llama, control, made):
+    decoder, out = made(control)
     moved = joined([out.groups([3]), out.groups([4, 0])], 0).to("cpu").with_groups([1], out.groups([2]), 0)
     assert moved.control == control
     logp, _ = Scorer(llama, decoder.tables)(moved, list(range(3 * G)))
@@ -228,13 +239,12 @@ def test_groups_that_move_bring_what_their_control_needs(llama, tokenizer, promp
 
 
 @torch.no_grad()
-def test_the_reference_moves_its_own_embeddings_by_the_scale_that_was_recorded(llama, tokenizer, prompts):
+def test_the_reference_moves_its_own_embeddings_by_the_scale_that_was_recorded(tokenizer, made):
     other = build_model("llama", tokenizer, seed=1)
     table = other.get_input_embeddings().weight
     for control in CONTROLS:
-        decoder = decoder_of(llama, tokenizer, control)
-        out = sampled(decoder, prompts)
-        made = Scorer(other, decoder.tables)._completion_inputs(out, torch.tensor([4]), 2)[0, 1]
+        decoder, out = made(control)
+        moved = Scorer(other, decoder.tables)._completion_inputs(out, torch.tensor([4]), 2)[0, 1]
         own, peers = table[out.ids[4, 1]], table[out.ids[3:6, 1]]
         if control == "scaled_mean":
             heard = out.mix[1, 1, 1] @ peers - own
@@ -245,7 +255,7 @@ def test_the_reference_moves_its_own_embeddings_by_the_scale_that_was_recorded(l
         else:
             heard = out.scale[4, 1] * (out.mix[1, 1, 1] @ table[out.heard_ids[3:6, 1]] - own)
         assert out.mix[1, 1, 1].sum() == pytest.approx(1, abs=1e-5)
-        assert torch.allclose(made, own + LAMBDA * heard, atol=1e-5)
+        assert torch.allclose(moved, own + LAMBDA * heard, atol=1e-5)
 
 
 def test_noise_is_normal_uncorrelated_and_no_row_shares_it():
@@ -315,11 +325,11 @@ def test_the_likeliest_tokens_are_those_of_a_sort_the_lower_id_first_among_equal
         assert torch.equal(likeliest(logits[3:4].clone(), unreal)[0], ids[3:4])
 
 
-def test_what_a_control_hears_is_recorded_where_it_is_its_peers(llama, tokenizer, prompts):
+def test_what_a_control_hears_is_recorded_where_it_is_its_peers(tokenizer, made):
     """A byte holds neither a negative weight nor one above 1."""
     with torch.no_grad():
         for control in CONTROLS:
-            out = sampled(decoder_of(llama, tokenizer, control), prompts)
+            _, out = made(control)
             record = _token_record(tokenizer, out, 7, out.ids[7].tolist())
             json.dumps(record)
             if control == "scaled_mean":
@@ -340,6 +350,7 @@ def test_what_a_control_hears_is_recorded_where_it_is_its_peers(llama, tokenizer
             "m3po_control='nois': must be one of none, scaled_mean, noise, strangers, own",
         ),
         ("--m3po_control scaled_mean --m3po_similarity mean", "m3po_control='scaled_mean': is M3PO itself"),
+        ("--m3po_control scaled_mean --num_generations 2", "m3po_control='scaled_mean': is M3PO itself"),
     ],
 )
 def test_a_control_that_is_none_is_refused(flags, why):

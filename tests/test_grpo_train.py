@@ -359,6 +359,7 @@ def test_plain_scoring_scores_the_ids_alone(tokenizer, prompts):
         ("--m3po_lambda 0 --m3po_scoring plain", "m3po_scoring='plain'.*no effect with m3po_lambda=0"),
         ("--m3po_lambda 0 --m3po_credit 1", "m3po_credit=1.0.*no effect with m3po_lambda=0"),
         ("--m3po_control noise --m3po_credit 1", "m3po_credit=1.0.*no effect with m3po_control='noise'"),
+        ("--m3po_credit 1 --num_generations 2", "m3po_credit=1.0: has no effect with num_generations=2"),
         ("--m3po_credit -1", "m3po_credit=-1.0: must be finite and not negative"),
         ("--m3po_scoring ids", "m3po_scoring='ids': must be one of blended, plain"),
     ],
