@@ -382,12 +382,35 @@ def coverage():
     return f"{table(['interval', *columns], lines)}\n\n{'; '.join(tests)}. `{where(result)}`."
 
 
+def study_checks():
+    """How often the tests of a study are right, on simulated studies."""
+    cases, result = values("study_checks")
+    rows = []
+    for case, m in cases.items():
+        row = [f"{m[name]:.1%}" for name in ("false_positives", "coverage")]
+        row += [f"{m[name]:.1%} / {m[f'{name}_computed']:.1%}" for name in ("power", "equivalent")]
+        rows.append([case, *row, f"{m['equivalent_at_margin']:.1%}"])
+    header = ["simulated", "t: false positives", "coverage of 95%", "t: power, found / computed"]
+    header += ["TOST: power, found / computed", "TOST: false positives at the margin"]
+    return f"{table(header, rows)}\n\n{result['studies']:,} studies each. `{where(result)}`."
+
+
 TABLES = {
     make.__name__: make
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
         math_grading,
-        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families, coverage),
+        *(
+            bench_generation,
+            bench_generation_cpu,
+            bench_step,
+            bench_gpus,
+            kill,
+            harness,
+            families,
+            coverage,
+            study_checks,
+        ),
     )
 }
 
