@@ -24,7 +24,11 @@ from reporting.study_statistics import compared, look, read_verdict
 CURVES = {"reward": "reward", "correct": "right while sampling",
           "frac_reward_zero_std": "groups without a signal", "completion_length": "completion length, tokens",
           "truncated": "cut off", "entropy": "entropy, nats", "kl": "KL to the reference, nats",
-          "grad_norm": "gradient norm", "input_change": "inputs moved by listening"}  # fmt: skip
+          "grad_norm": "gradient norm", "input_change": "inputs moved by listening",
+          "gate_entropy": "entropy of the weights over its maximum",
+          "gate_same_token": "weight on peers with the same token",
+          "gate_mean_cosine": "cosine of what is heard and the plain mean",
+          "credit_size": "credit over advantage"}  # fmt: skip
 
 
 def write_study(folder, hide_means=None):
@@ -109,7 +113,19 @@ def arm_row(study, arm):
         outcomes[endpoint.name] = {**spread_of(list(by_seed.values())), "by_seed": by_seed}
     seconds = [study.runs[seed, name].get("seconds") for seed in seeds if (seed, name) in study.scores]
     row = {"name": name, "role": arm["role"], "settings": arm["settings"], "seeds": seeds}
-    return row | {"seconds": spread_of([s for s in seconds if s is not None])["mean"], "outcomes": outcomes}
+    row |= {"seconds": spread_of([s for s in seconds if s is not None])["mean"], "outcomes": outcomes}
+    return row | {"training": training_of(study, name, seeds)}
+
+
+def training_of(study, arm, seeds):
+    """{title: mean and deviation over seeds} of each metric's mean over the last tenth of a run's steps."""
+    found = {}
+    for metric, title in CURVES.items():
+        values = [series(study.metrics(seed, arm), metric)[1] for seed in seeds]
+        ends = [np.mean(v[-max(1, len(v) // 10) :]) for v in values if v]
+        if ends:
+            found[title] = spread_of(ends)
+    return found
 
 
 def spread_of(values):

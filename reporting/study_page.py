@@ -44,6 +44,7 @@ def study_page(found):
             "arms": [arm_cells(found, arm) for arm in found["arms"]],
             "endpoints": [endpoint_part(found, endpoint) for endpoint in found["endpoints"]],
             "curves": draw_curves(found),
+            "trained": training_table(found),
         }
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -69,7 +70,8 @@ def headline(found):
     if found["verdict"]:
         return found["verdict"]["sentence"]
     if found["hidden"]:
-        return "The means are hidden until the study is complete."
+        look = f" {look_sentence(found)}" if found["look"] else ""
+        return f"The means are hidden until the study is complete.{look}"
     if not found["complete"]:
         return f"No verdict: the study is incomplete, {len(found['missing'])} parts of it are missing."
     return "The study is complete; it asks for no verdict."
@@ -98,19 +100,21 @@ def cards(found):
             ("seeds that the look set", f"{look['seeds']} ({'enough' if look['enough'] else 'not enough'})"),
             ("deviation of paired differences", f"{100 * look['sd']:.2f} points, from {look['after']} seeds"),
         ]
-        pairs += [
-            (f"seeds for {name}", str(number or "over 1024")) for name, number in look["needed"].items()
-        ]
     if not found["hidden"]:
         row = found["comparisons"][0]
-        pairs += [(f"{row['arm']} − {row['other']}, {row['endpoint']}", _points(row.get("difference"), True))]
-        pairs += list(zip(COLUMNS.values(), comparison_cells(row, True), strict=True))[1:]
+        _, *labels = COLUMNS.values()
+        first, *others = comparison_cells(row, True)
+        pairs += [(f"{_pair(row)} in {row['endpoint']}, points", first), *zip(labels, others, strict=True)]
     return [(label, text) for label, text in pairs if text]
 
 
 COLUMNS = {"difference": "difference", "difference_ci95": "95% interval", "p": "p", "p_holm": "p after Holm",
            "tost_p": "TOST p", "bootstrap_ci95": "bootstrap 95%",
            "smallest_effect": "would be seen"}  # fmt: skip
+
+
+def _pair(row):
+    return f"{row['arm']} − {row['other']}"
 
 
 def _points(value, is_share, form="+.2f"):
@@ -135,23 +139,37 @@ def comparison_cells(row, is_share):
 
 def arm_cells(found, arm):
     """A row of the table of arms."""
-    cells = []
+    cells, there = [], len(arm["outcomes"][found["endpoints"][0]["name"]]["by_seed"])
     for endpoint in found["endpoints"]:
         outcome = arm["outcomes"].get(endpoint["name"])
         if outcome is not None:
-            mean, spread = (
-                _points(outcome[key], endpoint["is_share"], ".2f") for key in ("mean", "deviation")
-            )
-            cells.append(f"{mean} ± {spread}" if spread else mean)
+            cells.append(_plus_minus(outcome, endpoint["is_share"]))
     return {
         "name": arm["name"],
         "role": arm["role"],
         "settings": ", ".join(f"{key}: {value}" for key, value in arm["settings"].items())
         or "the base recipe",
-        "seeds": len(arm["seeds"]),
+        "seeds": there if there == len(arm["seeds"]) else f"{there} of {len(arm['seeds'])}",
         "minutes": "" if arm["seconds"] is None else f"{arm['seconds'] / 60:.1f}",
         "cells": cells,
     }
+
+
+def training_table(found):
+    """Each arm's metrics over the last tenth of its steps as text, below a row of the metrics' names."""
+    titles = list(dict.fromkeys(title for arm in found["arms"] for title in arm["training"]))
+    rows = [["arm", *titles]]
+    for arm in found["arms"]:
+        spreads = [arm["training"].get(title) for title in titles]
+        rows.append(
+            [arm["name"], *(_plus_minus(spread, False, ".3g") if spread else "" for spread in spreads)]
+        )
+    return rows if titles else []
+
+
+def _plus_minus(spread, is_share, form=".2f"):
+    mean, deviation = (_points(spread[key], is_share, form) for key in ("mean", "deviation"))
+    return f"{mean} ± {deviation}" if deviation else mean
 
 
 def endpoint_part(found, endpoint):
@@ -163,20 +181,11 @@ def endpoint_part(found, endpoint):
         if "seconds" in row:
             cells.append(" and ".join("unknown" if s is None else f"{s:.0f}" for s in row["seconds"]))
         table.append({"tested": row["role"] != "shown", "cells": cells})
-    header = [
-        "comparison",
-        "role",
-        "seeds",
-        *COLUMNS.values(),
-        *(["training seconds"] if "seconds" in rows[0] else []),
-    ]
+    header = ["comparison", "role", "seeds", *COLUMNS.values()]
+    header += ["training seconds"] if "seconds" in rows[0] else []
     unit = "points" if is_share else "tokens"
     title = f"{endpoint['name']}, {unit} ({endpoint['role']})"
     return {"title": title, "header": header, "rows": table, "picture": draw_endpoint(found, endpoint, rows)}
-
-
-def _pair(row):
-    return f"{row['arm']} − {row['other']}"
 
 
 @contextmanager
@@ -195,7 +204,7 @@ def draw_endpoint(found, endpoint, rows):
     rows = [row for row in rows if "difference" in row]
     if not rows:
         return None
-    pictures, names = [], [row["arm"] + " − " + row["other"] for row in rows]
+    pictures, names = [], [_pair(row) for row in rows]
     size = (4.9, 1.1 + 0.3 * max(len(rows), 4))
     with drawing(pictures, 1, 2, size=size, width_ratios=(1.35, 1)) as [[left, right]]:
         left.axvline(0, color=GREY, lw=0.8, ls="--")

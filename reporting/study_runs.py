@@ -51,6 +51,7 @@ class Study:
     scores: dict = field(default_factory=dict)
     missing_files: dict = field(default_factory=dict)  # {(seed, arm): [names]}
     questions: dict = field(default_factory=dict)  # {evaluation: ids}
+    lines: dict = field(default_factory=dict)  # {(seed, arm): those of metrics.jsonl}
 
     @cached_property
     def endpoints(self):
@@ -170,7 +171,11 @@ class Study:
         return arm in self.arms and seed in self.seeds_of(arm)
 
     def metrics(self, seed, arm):
-        return read_metrics(self.folder / "runs" / str(seed) / arm)
+        """The lines of a run's metrics.jsonl, read once."""
+        key = seed, arm
+        if key not in self.lines:
+            self.lines[key] = read_metrics(self.folder / "runs" / str(seed) / arm)
+        return self.lines[key]
 
 
 def read_study(folder):

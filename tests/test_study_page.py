@@ -11,6 +11,7 @@ from test_page import HOSTILE, browser  # noqa: F401 (a fixture)
 
 from errors import DataError
 from reporting import study as study_module
+from reporting.files import read_metrics
 from reporting.statistics import majority
 from reporting.study import analysis, main, result_rows, write_study
 from reporting.study_answers import majorities
@@ -440,6 +441,11 @@ def test_study_json_holds_the_numbers_of_the_page(whole):
     assert set(found["curves"]) >= {"reward", "entropy, nats", "sampled mean@2"}
     curve = found["curves"]["reward"]["grpo"]
     assert curve["steps"] == list(range(1, 13))
+    ends = [read_metrics(out / f"runs/{seed}/grpo")[-1]["reward"] for seed in range(3)]
+    trained = found["arms"][0]["training"]["reward"]
+    assert trained["mean"] == pytest.approx(np.mean(ends), rel=1e-5), "of 12 steps the last tenth is one"
+    assert trained["deviation"] == pytest.approx(np.std(ends, ddof=1), rel=1e-5)
+    assert f"{trained['mean']:.3g} ± {trained['deviation']:.3g}" in page
     assert all(
         low <= mean <= high
         for low, mean, high in zip(curve["low"], curve["mean"], curve["high"], strict=True)
