@@ -1,6 +1,6 @@
 """The analysis of a study: study.json with every number, and study.html.
 
-    python -m reporting.study OUT [--hide_means]
+    python -m reporting.study OUT [--hide_means] [--keep FOLDER]
 
 OUT is the folder that grpo_study.py filled: its plan, and the answers and metrics of its runs. Both files are
 made anew from these each time. A verdict is read from complete data only.
@@ -8,15 +8,18 @@ made anew from these each time. A verdict is read from complete data only.
 
 import argparse
 import json
+import shutil
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 
-from errors import DataError, one_line
+from errors import DataError, SettingError, one_line
 from reporting.files import write_whole
 from reporting.plots import series, smooth
 from reporting.statistics import holm
+from reporting.study_answers import read_json, slimmed, write_packed
 from reporting.study_page import look_sentence, study_page
 from reporting.study_runs import peers_of, read_study
 from reporting.study_statistics import compared, look, read_verdict
@@ -48,6 +51,34 @@ def write_study(folder, hide_means=None):
     write_whole(study.folder / "study.json", text + "\n")
     write_whole(study.folder / "study.html", page)
     return found
+
+
+def keep_study(folder, to):
+    """Copy what the analysis reads into another folder, packed, so that a repository can hold it.
+
+    `write_study` makes the same study.json of both.
+    """
+    study, to = read_study(folder), Path(to)
+    if to.exists():
+        raise SettingError("keep", str(to), "is there already: name a folder to be made")
+    notes = [
+        path
+        for pattern in ("*.json", "starts/*.json", "runs/*/*/run.json")
+        for path in study.folder.glob(pattern)
+    ]
+    for path in notes:
+        kept = to / path.relative_to(study.folder)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, kept)
+    for path in study.folder.glob("runs/*/*/answers/*.json.gz"):
+        answers = read_json(path)
+        small = slimmed(answers, study.questions.get(answers["evaluation"]))
+        write_packed(to / path.relative_to(study.folder), small)
+    write_packed(to / "questions.json.gz", study.questions)
+    names = {"step", "train_seconds", *CURVES}
+    for seed, arm in study.runs:
+        lines = [{key: line[key] for key in line if key in names} for line in study.metrics(seed, arm)]
+        write_packed(to / f"runs/{seed}/{arm}/metrics.json.gz", lines)
 
 
 def take_look(study):
@@ -309,10 +340,13 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m reporting.study", description=__doc__)
     parser.add_argument("folder", help="the folder that grpo_study.py filled")
     parser.add_argument("--hide_means", action="store_true", help="no means before the study is complete")
+    parser.add_argument("--keep", help="copy what the analysis reads into this new folder, packed")
     args = parser.parse_args()
     try:
         found = write_study(args.folder, args.hide_means or None)
-    except DataError as error:
+        if args.keep:
+            keep_study(args.folder, args.keep)
+    except (DataError, SettingError) as error:
         print(f"study: {one_line(error, limit=None)}", file=sys.stderr)
         sys.exit(error.status)
     print("\n".join([*told(found), f"{args.folder}/study.json, {args.folder}/study.html"]))

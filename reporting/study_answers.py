@@ -65,15 +65,19 @@ def _path_of(step, there, record):
 
 def read_answers(study, path, evaluation):
     """The scores of the questions at a step, {measure: (Q,)}, in the order of the study's first run."""
-    answers, samples = read_json(path), evaluation["samples"]
+    answers, name, samples = read_json(path), evaluation["name"], evaluation["samples"]
     try:
+        ids = answers["questions"] or study.questions.get(name, [])  # none in a copy, see `slimmed`
         right = np.nan_to_num(np.array(answers["right"], dtype=float))  # undecided: not right
-        lengths = np.array(answers["lengths"], dtype=float)
+        if "length_sums" in answers:
+            lengths = np.array(answers["length_sums"], dtype=float)[:, None].repeat(samples, 1) / samples
+        else:
+            lengths = np.array(answers["lengths"], dtype=float)
         votes = np.array(answers["votes"], dtype=float) if "votes" in answers else None
         shapes = {array.shape for array in (right, lengths, votes) if array is not None}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-    shape = len(answers["questions"]), samples
+    shape = len(ids), samples
     if shapes != {shape}:
         raise DataError(f"{path}: holds {sorted(shapes)} answers, and must hold {shape}: questions, samples")
     scores = {"mean": right.mean(1), "pass": right.max(1), "length": lengths.mean(1)}
@@ -81,13 +85,25 @@ def read_answers(study, path, evaluation):
         scores["maj"] = scores["mean"]
     elif votes is not None:
         scores["maj"] = majorities(right, votes)
-    elif any(
-        entry["measure"] == "maj" and entry["evaluation"] == evaluation["name"]
-        for entry in study.plan["secondary"]
-    ):
+    elif {"evaluation": name, "measure": "maj"} in study.plan["secondary"]:
         raise DataError(f"{path}: holds no votes, without which there is no majority")
-    order = _order(study.questions.setdefault(evaluation["name"], answers["questions"]), answers, path)
+    order = _order(study.questions.setdefault(name, ids), ids, path)
     return {measure: values[order] for measure, values in scores.items()}
+
+
+def slimmed(answers, questions):
+    """The same as far as the analysis reads it, without the ids where they are the study's."""
+    small = {key: answers[key] for key in ("evaluation", "step", "right")}
+    small["questions"] = None if answers["questions"] == questions else answers["questions"]
+    if "votes" in answers and len(answers["votes"][0]) > 1:
+        small["votes"] = answers["votes"]
+    return small | {"length_sums": [sum(row) for row in answers["lengths"]]}
+
+
+def write_packed(path, value):
+    """Write JSON packed: the same bytes for the same value."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0))
 
 
 def majorities(right, votes):
@@ -100,11 +116,11 @@ def majorities(right, votes):
     return np.where(counts.max(1) > 0, right[np.arange(len(right)), winner], 0.0)
 
 
-def _order(questions, answers, path):
+def _order(questions, ids, path):
     """Where each of the study's questions stands in a file that has the same ones."""
-    if answers["questions"] == questions:
+    if ids == questions:
         return slice(None)
-    places = {question: i for i, question in enumerate(answers["questions"])}
+    places = {question: i for i, question in enumerate(ids)}
     if len(places) < len(questions) or places.keys() != set(questions):
         raise DataError(f"{path}: has other questions than the runs before it: all must answer the same")
     return [places[question] for question in questions]
@@ -115,9 +131,8 @@ def fill(study):
     for scores in study.scores.values():
         for name, of_steps in scores.items():
             questions = len(study.questions.get(name, [""]))
-            nothing = {measure: np.zeros(questions) for measure in MEASURES} | {
-                "length": np.full(questions, np.nan)
-            }
+            nothing = {measure: np.zeros(questions) for measure in MEASURES}
+            nothing["length"] = np.full(questions, np.nan)
             of_steps = [nothing if step is None else step for step in of_steps]
             measures = set.intersection(*(set(step) for step in of_steps))
             scores[name] = {measure: np.array([step[measure] for step in of_steps]) for measure in measures}

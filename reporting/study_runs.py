@@ -172,9 +172,9 @@ class Study:
 
     def metrics(self, seed, arm):
         """The lines of a run's metrics.jsonl, read once."""
-        key = seed, arm
+        key, folder = (seed, arm), self.folder / "runs" / str(seed) / arm
         if key not in self.lines:
-            self.lines[key] = read_metrics(self.folder / "runs" / str(seed) / arm)
+            self.lines[key] = read_json(folder / "metrics.json.gz") or read_metrics(folder)
         return self.lines[key]
 
 
@@ -185,11 +185,11 @@ def read_study(folder):
     if plan is None:
         raise DataError(f"{folder / 'plan.json'}: there is none: give a folder that grpo_study.py filled")
     starts = [read_json(path) for path in sorted((folder / "starts").glob("*.json"))]
-    runs = {}
-    for path in sorted((folder / "runs").glob("*/*/run.json")):
-        record = read_json(path)
-        runs[record["seed"], record["arm"]] = record
+    records = [read_json(path) for path in (folder / "runs").glob("*/*/run.json")]
+    runs = {(record["seed"], record["arm"]): record for record in records}
+    runs = dict(sorted(runs.items()))
     study = Study(folder, plan, read_json(folder / "look.json"), starts, runs)
+    study.questions = read_json(folder / "questions.json.gz") or {}  # of a copy, see `keep_study`
     check_names(study)
     check_verdict(study)
     check_starts(study)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from test_page import HOSTILE, browser  # noqa: F401 (a fixture)
 
-from errors import DataError
+from errors import DataError, SettingError
 from reporting import study as study_module
 from reporting.files import read_metrics
 from reporting.statistics import majority
-from reporting.study import analysis, main, result_rows, write_study
+from reporting.study import analysis, keep_study, main, result_rows, write_study
 from reporting.study_answers import majorities
 from reporting.study_runs import read_study
 from small_study import (
@@ -351,6 +351,7 @@ def test_a_plan_that_names_what_it_does_not_have_is_refused(tmp_path, change, wo
     ("damage", "words"),
     [
         (lambda answers: answers.pop("right"), "cannot be read: KeyError"),
+        (lambda answers: answers.pop("questions"), "cannot be read: KeyError"),
         (
             lambda answers: answers["right"].pop(),
             r"holds \[\(99, 2\), \(100, 2\)\] answers, and must hold \(100, 2\)",
@@ -417,6 +418,18 @@ def test_the_rows_for_the_benchmarks_come_from_study_json(tmp_path):
         rows["m3po", "mean2"] - rows["grpo", "mean2"], abs=1e-5
     )
     assert rows["m3po", "greedy"] == outcome(found, "m3po", "greedy")["mean"]
+
+
+def test_a_kept_copy_is_small_and_gives_the_same_numbers(whole, tmp_path):
+    out, found = whole
+    keep_study(out, tmp_path / "kept")
+    assert analysed(tmp_path / "kept") == found
+    sizes = [sum(f.stat().st_size for f in path.rglob("answers/*")) for path in (out, tmp_path / "kept")]
+    assert not list((tmp_path / "kept").rglob("*.html"))
+    assert len(list((tmp_path / "kept").rglob("metrics.json.gz"))) == len(found["runs"])
+    assert sizes[1] < 0.75 * sizes[0]
+    with pytest.raises(SettingError, match="is there already"):
+        keep_study(out, tmp_path / "kept")
 
 
 @pytest.fixture(scope="module")
