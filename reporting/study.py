@@ -46,10 +46,8 @@ def write_study(folder, hide_means=None):
     if study.look is None and hide_means and study.plan.get("look_after"):
         take_look(study)
     found = analysis(study, hide_means)
-    text = json.dumps(found, indent=1, allow_nan=False)
-    page = study_page(found)
-    write_whole(study.folder / "study.json", text + "\n")
-    write_whole(study.folder / "study.html", page)
+    write_whole(study.folder / "study.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_whole(study.folder / "study.html", study_page(found))
     return found
 
 

@@ -229,7 +229,7 @@ def draw_difference(axis, y, row, scale):
     axis.plot(seeds, [y] * len(seeds), color=colour, marker="o", ms=3, lw=0, alpha=0.45, mew=0)
     for key, width, below in (
         ("difference_ci95", 1.2, 0),
-        ("difference_ci90", 3.2, 0),
+        ("difference_ci_tost", 3.2, 0),
         ("bootstrap_ci95", 1.0, 0.22),
     ):
         if key in row:

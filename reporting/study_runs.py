@@ -1,5 +1,6 @@
 """A study as its folder holds it: the plan, the runs, and the score of each question in each run."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -152,20 +153,25 @@ class Study:
         notes = []
         for (seed, arm), record in self.runs.items():
             if record["status"] in ("collapsed", "refused") and arm in self.arms:
-                counted = (
-                    f"counts with its weights of step {record['step']}"
-                    if record.get("step")
-                    else "counts as 0"
-                )
-                reason = f" ({record['reason']})" if record.get("reason") else ""
-                notes.append(f"{arm}, seed {seed}: {record['status']}{reason}; it {counted}")
+                step, reason = record.get("step"), record.get("reason")
+                counted = f"with its weights of step {step}" if step else "as 0"
+                why = f" ({reason})" if reason else ""
+                notes.append(f"{arm}, seed {seed}: {record['status']}{why}; it counts {counted}")
         left_out = [f"{arm}, seed {seed}" for seed, arm in self.runs if not self._is_planned(seed, arm)]
         if left_out:
             notes.append(f"runs that are not of the study, and left out: {'; '.join(left_out)}")
-        codes = sorted({str(record.get("code_hash")) for record in self.runs.values()})
-        if len(codes) > 1:
-            notes.append(f"runs were made by different code: {', '.join(codes)}")
-        return notes
+        return notes + self._other_code()
+
+    def _other_code(self):
+        """A note that names the runs whose code is not that of most runs."""
+        codes = Counter(record["code_hash"] for record in self.runs.values())
+        others = [
+            f"{arm}, seed {seed} ({record['code_hash'][:12]})"
+            for (seed, arm), record in self.runs.items()
+            if record["code_hash"] != codes.most_common(1)[0][0]
+        ]
+        most = codes.most_common(1)[0][0][:12] if others else ""
+        return [f"made by other code than most runs ({most}): {'; '.join(others)}"] if others else []
 
     def _is_planned(self, seed, arm):
         return arm in self.arms and seed in self.seeds_of(arm)
@@ -184,6 +190,8 @@ def read_study(folder):
     plan = read_json(folder / "plan.json")
     if plan is None:
         raise DataError(f"{folder / 'plan.json'}: there is none: give a folder that grpo_study.py filled")
+    if plan.get("schema") != 1:
+        raise DataError(f"{folder / 'plan.json'}: has schema {plan.get('schema')!r}, and this code reads 1")
     starts = [read_json(path) for path in sorted((folder / "starts").glob("*.json"))]
     records = [read_json(path) for path in (folder / "runs").glob("*/*/run.json")]
     runs = {(record["seed"], record["arm"]): record for record in records}
@@ -211,6 +219,10 @@ def check_names(study):
         refuse_unknown(study, "evaluation", [name], evaluations)
         refuse_unknown(study, "measure", [entry["measure"]], MEASURES)
         refuse_unknown(study, f"step of {name}", (entry.get("steps") or {}).values(), evaluations[name])
+
+    repeated = [name for name, count in Counter(e.name for e in study.endpoints).items() if count > 1]
+    if repeated:
+        raise DataError(f"{study.folder / 'plan.json'}: has the endpoint {repeated[0]!r} twice")
 
 
 def check_verdict(study):

@@ -138,7 +138,7 @@ def compared(differences, margin, alpha=0.05, power=0.8):
     deviation = by_seed.std(ddof=1)
     found |= {
         "difference_ci95": [low, high],
-        "difference_ci90": list(paired_t(by_seed, 0.9)[1:]),  # TOST at 5%: whether it lies within the margin
+        "difference_ci_tost": list(paired_t(by_seed, 1 - 2 * alpha)[1:]),  # within the margin: equivalent
         "deviation": deviation,
         "freedom": len(by_seed) - 1,
         "p": p,

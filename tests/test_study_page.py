@@ -257,6 +257,22 @@ def test_runs_from_different_starts_are_refused_with_both_hashes(tmp_path):
         read_study(tmp_path)
 
 
+def test_runs_of_other_code_are_named(tmp_path):
+    write_small_study(tmp_path, {"grpo": [0.3, 0.3], "m3po": [0.4, 0.4]})
+    write_run(tmp_path, 1, "m3po", code_hash="0123456789abcdef")
+    assert analysed(tmp_path)["notes"] == [
+        "made by other code than most runs (code): m3po, seed 1 (0123456789ab)"
+    ]
+
+
+def test_a_verdict_that_reads_an_exploratory_arm_is_refused(tmp_path):
+    plan = write_small_study(tmp_path, GOOD)
+    plan["arms"][3]["role"] = "exploratory"
+    write_json(tmp_path / "plan.json", plan)
+    with pytest.raises(DataError, match="the verdict reads the arm 'noise', which is exploratory"):
+        read_study(tmp_path)
+
+
 def test_secondary_comparisons_have_holm_s_correction_and_steps_can_differ(tmp_path):
     secondary = [
         {"evaluation": "sampled", "measure": "pass"},
@@ -335,6 +351,11 @@ def test_means_are_shown_before_the_end_unless_they_are_hidden(tmp_path, without
             "names the step of sampled 9, and has 70, 80",
         ),
         ({"verdict": VERDICT}, "names the arm 'noise'"),
+        (
+            {"secondary": [{"evaluation": "sampled", "measure": "mean"}]},
+            "has the endpoint 'sampled mean@2' twice",
+        ),
+        ({"schema": 2}, "has schema 2, and this code reads 1"),
         (
             {"verdict": {"treatment": "grpo", "baseline": "m3po", "controls": []}},
             "the verdict's treatment is 'grpo', and the study's 'm3po'",
