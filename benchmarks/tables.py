@@ -387,12 +387,25 @@ def study_checks():
     cases, result = values("study_checks")
     rows = []
     for case, m in cases.items():
-        row = [f"{m[name]:.1%}" for name in ("false_positives", "coverage")]
-        row += [f"{m[name]:.1%} / {m[f'{name}_computed']:.1%}" for name in ("power", "equivalent")]
-        rows.append([case, *row, f"{m['equivalent_at_margin']:.1%}"])
+        if "coverage" in m:
+            row = [f"{m[name]:.1%}" for name in ("false_positives", "coverage")]
+            row += [f"{m[name]:.1%} / {m[f'{name}_computed']:.1%}" for name in ("power", "equivalent")]
+            rows.append([case, *row, f"{m['equivalent_at_margin']:.1%}"])
     header = ["simulated", "t: false positives", "coverage of 95%", "t: power, found / computed"]
     header += ["TOST: power, found / computed", "TOST: false positives at the margin"]
     return f"{table(header, rows)}\n\n{result['studies']:,} studies each. `{where(result)}`."
+
+
+def study_verdicts():
+    """How often each verdict is given where the truth is known, the most frequent first."""
+    cases, result = values("study_checks")
+    rows = []
+    for case, m in cases.items():
+        if "coverage" not in m:
+            given = [f"*{words}* {share:.0%}" for words, share in m.items() if share >= 0.005]
+            rows.append([case, "; ".join(given)])
+    text = table(["simulated", "verdicts"], rows)
+    return f"{text}\n\n{result['studies']:,} studies each. `{where(result)}`."
 
 
 TABLES = {
@@ -400,17 +413,8 @@ TABLES = {
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
         math_grading,
-        *(
-            bench_generation,
-            bench_generation_cpu,
-            bench_step,
-            bench_gpus,
-            kill,
-            harness,
-            families,
-            coverage,
-            study_checks,
-        ),
+        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families, coverage),
+        *(study_checks, study_verdicts),
     )
 }
 
