@@ -50,6 +50,7 @@ class Scorer(nn.Module):
     def __init__(self, model, tables, dtype=torch.float32, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
+        self.remark = None  # what there is to say of a slower way that it takes
         kind = model.device.type
         self.formulas = token_scores, logits_gradient
         if kind == "cuda" and head_kernels is not None:
@@ -168,23 +169,27 @@ def make_scorer(model, tables, config):
     Compiled on CUDA unless the settings say otherwise.
     """
     dtype = compute_dtype(config.precision, model.device)
-    pack_rows(Scorer(model, tables, dtype))
-    return Scorer(model, tables, dtype, compiled=config.torch_compile and model.device.type == "cuda")
+    remark = pack_rows(Scorer(model, tables, dtype))
+    scorer = Scorer(model, tables, dtype, compiled=config.torch_compile and model.device.type == "cuda")
+    scorer.remark = remark
+    return scorer
 
 
 def pack_rows(scorer):
-    """Let a scorer's model, in place, attend over packed rows, unless it then gives other states."""
+    """Let a scorer's model, in place, attend over packed rows, unless it then gives other states.
+
+    Returns what there is to say of it, or None.
+    """
     model, dtype = scorer.model, scorer.autocast["dtype"]
     whole = _probe_states(scorer)
-    attend_packed(model, dtype)
+    remark = attend_packed(model, dtype)
     if is_packed(model):
         try:
-            packed = _probe_states(scorer)
-            reason = "a packed forward gives other states" if far_apart(packed, whole) else None
+            if far_apart(_probe_states(scorer), whole):
+                remark = do_not_pack(model, "a packed forward gives other states")
         except Exception as error:  # the code of a hub's model may raise anything
-            reason = one_line(error)
-        if reason:
-            do_not_pack(model, reason)
+            remark = do_not_pack(model, one_line(error))
+    return remark
 
 
 @torch.no_grad()
