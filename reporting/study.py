@@ -20,7 +20,7 @@ from reporting.files import write_whole
 from reporting.plots import series, smooth
 from reporting.statistics import holm
 from reporting.study_answers import read_json, slimmed, write_packed
-from reporting.study_page import look_sentence, study_page
+from reporting.study_page import headline, look_sentence, study_page
 from reporting.study_runs import peers_of, read_study
 from reporting.study_statistics import compared, look, read_verdict
 
@@ -101,12 +101,16 @@ def analysis(study, hide_means=False):
     }
     found |= {"missing": missing["confirmatory"], "missing_exploratory": missing["exploratory"]}
     found |= {"notes": study.notes(), "seeds": study.seeds, "look": study.look, "starts": study.starts}
-    found |= {"runs": list(study.runs.values()), "verdict": None}
+    found |= {"runs": list(study.runs.values()), "verdict": None, "result": None}
     if found["hidden"]:
         return plain(found)
     comparisons = compare_all(study)
-    if complete and plan["verdict"] and len(study.seeds) > 1:
-        found["verdict"] = verdict_of(plan, comparisons)
+    if complete and len(study.seeds) > 1:
+        if plan["verdict"]:
+            found["verdict"] = verdict_of(plan, comparisons)
+        else:
+            pair = f"{plan['treatment']} against {plan['baseline']}, without a verdict in the plan"
+            found["result"] = f"{pair}. {difference_sentence(plan, comparisons[0])}"
     found["endpoints"] = [endpoint_row(plan, endpoint) for endpoint in study.endpoints]
     found["arms"] = [arm_row(study, arm) for arm in plan["arms"]]
     return plain(found | {"comparisons": comparisons, "curves": curves(study)})
@@ -166,7 +170,7 @@ def spread_of(values):
 def compare_all(study):
     """Every comparison, each with its role; what is only `shown` is not tested.
 
-    primary: treatment and baseline at the primary endpoint. control: the other confirmatory arms there.
+    primary: treatment and baseline at the primary endpoint. control: what the verdict reads beside it.
     secondary: treatment and baseline at another endpoint, with Holm's correction over these.
     """
     plan, rows = study.plan, []
@@ -225,30 +229,32 @@ def pairs_of_verdict(plan):
 
 def verdict_of(plan, comparisons):
     """The verdict in the words of the study, and the sentence that gives its numbers."""
-    treatment, baseline, primary = plan["treatment"], plan["baseline"], comparisons[0]["endpoint"]
+    primary = comparisons[0]["endpoint"]
     rows = {(row["arm"], row["other"]): row for row in comparisons if row["endpoint"] == primary}
     words, second = read_verdict(lambda *pair: rows[pair], plan["verdict"], plan["alpha"])
-    row = rows[treatment, baseline]
-    low, high = (100 * end for end in row["difference_ci95"])
-    margin = f"{100 * plan['margin']:g} point{'s' if plan['margin'] != 0.01 else ''}"
-    sentence = (
-        f"{treatment} against {baseline}: {', '.join(filter(None, (words, second)))}. The difference in "
-        f"{primary} is {100 * row['difference']:+.2f} points (95% interval {low:+.2f} to {high:+.2f}, "
-        f"p = {row['p']:.2g}, {row['seeds']} seeds; TOST within {margin}: p = {row['tost_p']:.2g})."
-    )
+    row, name = comparisons[0], ", ".join(filter(None, (words, second)))
+    sentence = f"{row['arm']} against {row['other']}: {name}. {difference_sentence(plan, row)}"
     if words == "undecided":
-        seen = f"{100 * row['smallest_effect']:.2f} points"
         sentence += (
-            f" A true difference of {seen} would have been found in {plan['power']:.0%} of such studies."
+            f" A true difference of {100 * row['smallest_effect']:.2f} points would have been found in "
+            f"{plan['power']:.0%} of such studies."
         )
     if words in ("helps", "acts as noise"):
-        others = [(arm, other) for arm, other in pairs_of_verdict(plan) if arm == treatment]
-        each = [
-            f"{other} {100 * rows[arm, other]['difference']:+.2f} (p = {rows[arm, other]['p']:.2g})"
-            for arm, other in others
-        ]
+        others = [rows[pair] for pair in pairs_of_verdict(plan) if pair[0] == row["arm"]]
+        each = [f"{r['other']} {100 * r['difference']:+.2f} (p = {r['p']:.2g})" for r in others]
         sentence += f" Against {', '.join(each)}." if each else ""
     return {"words": words, "second": second, "sentence": sentence}
+
+
+def difference_sentence(plan, row):
+    """What the comparison of treatment and baseline found at the primary endpoint."""
+    low, high = (100 * end for end in row["difference_ci95"])
+    margin = f"{100 * plan['margin']:g} point{'s' if plan['margin'] != 0.01 else ''}"
+    return (
+        f"The difference in {row['endpoint']} is {100 * row['difference']:+.2f} points (95% interval "
+        f"{low:+.2f} to {high:+.2f}, p = {row['p']:.2g}, {row['seeds']} seeds; TOST within {margin}: "
+        f"p = {row['tost_p']:.2g})."
+    )
 
 
 def curves(study):
@@ -329,8 +335,8 @@ def told(found):
         lines.append(f"incomplete, without a verdict: {'; '.join(found['missing'][:5])}{more}")
     if found["look"]:
         lines.append(look_sentence(found))
-    if found["verdict"]:
-        lines.append(found["verdict"]["sentence"])
+    if found["complete"]:
+        lines.append(headline(found))
     return lines
 
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from reporting.page import TEMPLATE as PAGE_OF_A_RUN
 from reporting.plots import COLOURS, GREY, figure_of
@@ -29,7 +28,7 @@ def study_page(found):
         "hash": _base64(
             hashlib.sha256(script.encode()).digest()
         ),  # the page's policy lets this script run only
-        "style": Markup(style),  # the look of report.html
+        "style": style,  # the look of report.html
         "headline": headline(found),
         "cards": cards(found),
         "statuses": ", ".join(
@@ -74,7 +73,7 @@ def headline(found):
         return f"The means are hidden until the study is complete.{look}"
     if not found["complete"]:
         return f"No verdict: the study is incomplete, {len(found['missing'])} parts of it are missing."
-    return "The study is complete; it asks for no verdict."
+    return found["result"] or "The study is complete; with one seed nothing is tested."
 
 
 def look_sentence(found):
@@ -253,7 +252,9 @@ def draw_seeds(axis, found, endpoint, scale):
         values = [scale * value for value in outcome["by_seed"].values()]
         axis.plot([x] * len(values), values, color=colour, marker="o", ms=4, lw=0, alpha=0.75, mew=0)
         axis.plot([x - 0.25, x + 0.25], [scale * outcome["mean"]] * 2, color=colour, lw=2)
-    axis.set_xticks(range(len(outcomes)), list(outcomes), fontsize=8, rotation=30, ha="right")
+    axis.set_xticks(range(len(outcomes)), list(outcomes), fontsize=8)
+    if len(outcomes) > 4:
+        axis.tick_params("x", rotation=30)
     axis.set_xlim(-0.6, len(outcomes) - 0.4)
     axis.grid(visible=False, axis="x")
     axis.set_title(f"{endpoint['name']}, {'percent' if scale > 1 else 'tokens'}", loc="left", fontsize=9)

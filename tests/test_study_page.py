@@ -13,7 +13,7 @@ from errors import DataError, SettingError
 from reporting import study as study_module
 from reporting.files import read_metrics
 from reporting.statistics import majority
-from reporting.study import analysis, keep_study, main, result_rows, write_study
+from reporting.study import analysis, keep_study, main, result_rows, told, write_study
 from reporting.study_answers import majorities
 from reporting.study_runs import read_study
 from small_study import (
@@ -176,6 +176,11 @@ def test_without_a_verdict_in_the_plan_there_is_the_table_alone(tmp_path, verdic
     write_small_study(tmp_path, GOOD, verdict=verdict)
     found = analysed(tmp_path)
     assert (found["verdict"] is None) == (verdict is None)
+    assert (found["result"] is None) == (verdict is not None)
+    [line] = told(found)
+    assert (
+        "The difference in sampled mean@2 is +10.00 points (95% interval +7.52 to +12.48, p = 0.0033" in line
+    )
     assert {row["role"] for row in found["comparisons"]} == (
         {"primary", "shown"} | ({"control"} if verdict else set())
     )
