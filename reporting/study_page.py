@@ -252,9 +252,8 @@ def draw_seeds(axis, found, endpoint, scale):
         values = [scale * value for value in outcome["by_seed"].values()]
         axis.plot([x] * len(values), values, color=colour, marker="o", ms=4, lw=0, alpha=0.75, mew=0)
         axis.plot([x - 0.25, x + 0.25], [scale * outcome["mean"]] * 2, color=colour, lw=2)
-    axis.set_xticks(range(len(outcomes)), list(outcomes), fontsize=8)
-    if len(outcomes) > 4:
-        axis.tick_params("x", rotation=30)
+    slanted = dict(rotation=30, ha="right") if len(outcomes) > 4 else {}
+    axis.set_xticks(range(len(outcomes)), list(outcomes), fontsize=8, **slanted)
     axis.set_xlim(-0.6, len(outcomes) - 0.4)
     axis.grid(visible=False, axis="x")
     axis.set_title(f"{endpoint['name']}, {'percent' if scale > 1 else 'tokens'}", loc="left", fontsize=9)
