@@ -71,13 +71,13 @@ STUDIES, SEEDS = 10_000, 8
 def simulated():
     """Paired differences (studies, seeds) of two equal arms, and their true deviation.
 
-    Each run answers the same 60 questions 32 times; its seed moves all of its questions a little.
+    Each run answers the same 20 questions 32 times; its seed moves all of its questions a little.
     """
     generator = np.random.default_rng(0)
-    easy = generator.beta(0.7, 1.3, 60)
+    easy = generator.beta(0.7, 1.3, 20)
     shape, spread, answers = (2, STUDIES, SEEDS), 0.01, 32
     moved = np.clip(easy + generator.normal(0, spread, shape)[..., None], 0, 1).astype(np.float32)
-    chance = generator.normal(0, 1, (*shape, 60)).astype(np.float32)  # of so many answers: nearly normal
+    chance = generator.normal(0, 1, (*shape, 20)).astype(np.float32)  # of so many answers: nearly normal
     scores = moved + chance * np.sqrt(moved * (1 - moved) / answers)
     differences = np.subtract(*scores.mean(-1, dtype=float))
     return differences, differences.std()
