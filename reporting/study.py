@@ -168,10 +168,11 @@ def spread_of(values):
 
 
 def compare_all(study):
-    """Every comparison, each with its role; what is only `shown` is not tested.
+    """Every comparison, each with its role.
 
-    primary: treatment and baseline at the primary endpoint. control: what the verdict reads beside it.
-    secondary: treatment and baseline at another endpoint, with Holm's correction over these.
+    primary: treatment and baseline at the primary endpoint. control: other confirmatory arms there.
+    secondary: treatment and baseline at another endpoint, with Holm's correction over these. shown: the rest,
+    which is not tested and has no p.
     """
     plan, rows = study.plan, []
     pair = plan["treatment"], plan["baseline"]
@@ -200,8 +201,8 @@ def compare_two(study, endpoint, arm, other):
         plan = study.plan
         row |= compared(np.array(list(paired.values())), plan["margin"], plan["alpha"], plan["power"])
         row["by_seed"] = {seed: by_question.mean() for seed, by_question in paired.items()}
-    if not endpoint.is_share:
-        row.pop("tost_p", None)  # the margin is one of accuracies
+    if row["role"] == "shown":
+        row = {key: value for key, value in row.items() if key not in ("p", "tost_p")}
     if endpoint.steps is not None:
         row["seconds"] = [study.seconds_at(*side) for side in zip((arm, other), endpoint.steps, strict=True)]
     return row
@@ -210,21 +211,12 @@ def compare_two(study, endpoint, arm, other):
 def role_of(study, endpoint, arm, other):
     plan, pair = study.plan, (arm, other)
     of_treatment = pair == (plan["treatment"], plan["baseline"])
+    if endpoint.role == "primary" and of_treatment:
+        return "primary"
     if endpoint.role == "primary":
-        if of_treatment:
-            return "primary"
-        return "control" if pair in pairs_of_verdict(plan) else "shown"
+        return "control" if study.is_confirmatory(arm) and study.is_confirmatory(other) else "shown"
     tested = endpoint.is_share and endpoint.steps is None and of_treatment
     return "secondary" if tested else "shown"
-
-
-def pairs_of_verdict(plan):
-    """The pairs of arms that the verdict reads beside treatment and baseline."""
-    verdict = plan["verdict"]
-    if verdict is None:
-        return []
-    pairs = [(plan["treatment"], peer) for peer in peers_of(verdict)]
-    return pairs + [(control, plan["baseline"]) for control in verdict["controls"]]
 
 
 def verdict_of(plan, comparisons):
@@ -240,7 +232,7 @@ def verdict_of(plan, comparisons):
             f"{plan['power']:.0%} of such studies."
         )
     if words in ("helps", "acts as noise"):
-        others = [rows[pair] for pair in pairs_of_verdict(plan) if pair[0] == row["arm"]]
+        others = [rows[row["arm"], peer] for peer in peers_of(plan["verdict"])]
         each = [f"{r['other']} {100 * r['difference']:+.2f} (p = {r['p']:.2g})" for r in others]
         sentence += f" Against {', '.join(each)}." if each else ""
     return {"words": words, "second": second, "sentence": sentence}

@@ -154,10 +154,8 @@ def test_a_whole_study_has_its_verdict_with_the_numbers(tmp_path):
         "is +10.00 points (95% interval +7.52 to +12.48, p = 0.0033, 3 seeds; TOST within 1 point" in sentence
     )
     tested = {(row["arm"], row["other"]) for row in found["comparisons"] if row["role"] == "control"}
-    assert tested == {(a, b) for a, b in [("m3po", c) for c in CONFIRMATORY[2:]]} | {
-        ("noise", "grpo"),
-        ("strangers", "grpo"),
-    }
+    peers = CONFIRMATORY[2:]
+    assert tested == {("m3po", peer) for peer in peers} | {(peer, "grpo") for peer in peers}
 
 
 def test_an_undecided_study_says_what_it_could_have_seen(tmp_path):
@@ -181,9 +179,7 @@ def test_without_a_verdict_in_the_plan_there_is_the_table_alone(tmp_path, verdic
     assert (
         "The difference in sampled mean@2 is +10.00 points (95% interval +7.52 to +12.48, p = 0.0033" in line
     )
-    assert {row["role"] for row in found["comparisons"]} == (
-        {"primary", "shown"} | ({"control"} if verdict else set())
-    )
+    assert {row["role"] for row in found["comparisons"]} == {"primary", "control"}
 
 
 def test_an_incomplete_study_names_what_is_missing_and_has_no_verdict(tmp_path):
@@ -210,6 +206,19 @@ def test_exploratory_runs_may_be_missing_and_are_named(tmp_path):
     assert found["missing_exploratory"] == [f"runs/{seed}/own: no run.json" for seed in range(4)]
     assert found["verdict"] is not None
     assert outcome(found, "own") == {"mean": None, "deviation": None, "by_seed": {}}
+
+
+def test_exploratory_arms_are_shown_and_not_tested(tmp_path):
+    plan = write_small_study(tmp_path, GOOD)
+    plan["verdict"] = None
+    plan["arms"][4]["role"] = "exploratory"
+    write_json(tmp_path / "plan.json", plan)
+    found = analysed(tmp_path)
+    for pair in (("strangers", "grpo"), ("m3po", "strangers")):
+        row = comparison(found, *pair)
+        assert row["role"] == "shown"
+        assert "difference_ci95" in row
+        assert not {"p", "tost_p", "p_holm"} & set(row)
 
 
 def test_a_collapsed_run_counts_with_its_last_weights(tmp_path):
@@ -248,6 +257,7 @@ def test_a_run_without_weights_has_an_accuracy_of_0_and_no_length(tmp_path):
     assert outcome(found, "m3po", "sampled maj@2")["by_seed"]["1"] == 0.0
     length = comparison(found, "m3po", "grpo", "sampled length")
     assert (length["seeds"], length["role"], "tost_p" in length) == (2, "shown", False)
+    assert "p" not in length
 
 
 def test_runs_from_different_starts_are_refused_with_both_hashes(tmp_path):
