@@ -287,7 +287,8 @@ def band(runs):
 def result_rows(found):
     """Rows (case, metric, value, unit) for benchmarks/results from what study.json holds, a case an arm.
 
-    The difference, with its interval and both p, is the arm's from the baseline at the primary endpoint.
+    The difference, with its interval and both p, is the arm's from the baseline at the primary endpoint;
+    exploratory arms have no p.
     """
     primary, *secondary = found["endpoints"]
     rows = []
@@ -302,7 +303,7 @@ def result_rows(found):
     for row in of_primary:
         if row["other"] == found["baseline"]:
             units = {"difference": "accuracy", "difference_ci95": "accuracy", "p": "p", "tost_p": "p"}
-            rows += [(row["arm"], name, row.get(name), unit) for name, unit in units.items()]
+            rows += [(row["arm"], name, row[name], unit) for name, unit in units.items() if name in row]
     return rows
 
 
