@@ -68,15 +68,15 @@ def keep_study(folder, to):
         kept = to / path.relative_to(study.folder)
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, kept)
-    for path in study.folder.glob("runs/*/*/answers/*.json.gz"):
+    for path in study.folder.glob("runs/*/*/answers/*.json.?z"):
         answers = read_json(path)
         small = slimmed(answers, study.questions.get(answers["evaluation"]))
-        write_packed(to / path.relative_to(study.folder), small)
-    write_packed(to / "questions.json.gz", study.questions)
+        write_packed(to / path.relative_to(study.folder).with_suffix(".xz"), small)
+    write_packed(to / "questions.json.xz", study.questions)
     names = {"step", "train_seconds", *CURVES}
     for seed, arm in study.runs:
         lines = [{key: line[key] for key in line if key in names} for line in study.metrics(seed, arm)]
-        write_packed(to / f"runs/{seed}/{arm}/metrics.json.gz", lines)
+        write_packed(to / f"runs/{seed}/{arm}/metrics.json.xz", lines)
 
 
 def take_look(study):

@@ -180,7 +180,7 @@ class Study:
         """The lines of a run's metrics.jsonl, read once."""
         key, folder = (seed, arm), self.folder / "runs" / str(seed) / arm
         if key not in self.lines:
-            self.lines[key] = read_json(folder / "metrics.json.gz") or read_metrics(folder)
+            self.lines[key] = read_json(folder / "metrics.json.xz") or read_metrics(folder)
         return self.lines[key]
 
 
@@ -197,7 +197,7 @@ def read_study(folder):
     runs = {(record["seed"], record["arm"]): record for record in records}
     runs = dict(sorted(runs.items()))
     study = Study(folder, plan, read_json(folder / "look.json"), starts, runs)
-    study.questions = read_json(folder / "questions.json.gz") or {}  # of a copy, see `keep_study`
+    study.questions = read_json(folder / "questions.json.xz") or {}  # of a copy, see `keep_study`
     check_names(study)
     check_verdict(study)
     check_starts(study)

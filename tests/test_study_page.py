@@ -14,7 +14,7 @@ from reporting import study as study_module
 from reporting.files import read_metrics
 from reporting.statistics import majority
 from reporting.study import analysis, keep_study, main, result_rows, told, write_study
-from reporting.study_answers import majorities
+from reporting.study_answers import majorities, read_json
 from reporting.study_runs import read_study
 from small_study import (
     CONFIRMATORY,
@@ -407,6 +407,15 @@ def test_answers_that_cannot_be_read_are_named(tmp_path, damage, words):
         read_study(tmp_path)
 
 
+def test_a_damaged_file_is_named(tmp_path):
+    write_small_study(tmp_path, {"grpo": [0.3], "m3po": [0.4]})
+    path = tmp_path / "runs/0/m3po/answers/sampled-70.json.gz"
+    data = path.read_bytes()
+    path.write_bytes(data[:20] + b"damaged" + data[27:])
+    with pytest.raises(DataError, match=r"sampled-70\.json\.gz: cannot be read"):
+        read_study(tmp_path)
+
+
 @pytest.mark.parametrize("cut", [0, 30, -9])
 def test_half_a_file_is_named(tmp_path, cut):
     write_small_study(tmp_path, {"grpo": [0.3], "m3po": [0.4]})
@@ -460,10 +469,11 @@ def test_a_kept_copy_is_small_and_gives_the_same_numbers(whole, tmp_path):
     out, found = whole
     keep_study(out, tmp_path / "kept")
     assert analysed(tmp_path / "kept") == found
-    sizes = [sum(f.stat().st_size for f in path.rglob("answers/*")) for path in (out, tmp_path / "kept")]
     assert not list((tmp_path / "kept").rglob("*.html"))
-    assert len(list((tmp_path / "kept").rglob("metrics.json.gz"))) == len(found["runs"])
-    assert sizes[1] < 0.75 * sizes[0]
+    assert len(list((tmp_path / "kept").rglob("metrics.json.xz"))) == len(found["runs"])
+    answers = read_json(tmp_path / "kept/runs/0/m3po/answers/sampled-70.json.xz")
+    assert answers["questions"] is None, "they stand in one file"
+    assert "lengths" not in answers
     with pytest.raises(SettingError, match="is there already"):
         keep_study(out, tmp_path / "kept")
 
