@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
+from decoding.controls import controlled, directions, mean_embedding
 from decoding.rollout import to_device
 from decoding.self_test import probe_rollout
 from errors import one_line
@@ -136,10 +137,23 @@ class Scorer(nn.Module):
             return self._embed(rollout.ids[to_device(rows, device), :length])
         groups, index = torch.unique(rows // G, return_inverse=True)
         groups, index, path = (to_device(x, device) for x in (groups, index, rows % G))
-        # (g, length, G)
-        ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(1, 2)
-        inputs = blend(self._embed(ids), rollout.mix[groups, :length], rollout.lambda_blend)
-        return inputs[index, :, path]
+
+        def of_paths(values):  # (N, T, ...) -> (g, length, G, ...)
+            return values.unflatten(0, (-1, G))[groups, :, :length].transpose(1, 2)
+
+        embeds = self._embed(of_paths(rollout.ids))
+        mix, share = rollout.mix[groups, :length], rollout.lambda_blend
+        if rollout.scale is None:
+            return blend(embeds, mix, share)[index, :, path]
+        if rollout.control == "noise":
+            keys = rollout.keys.view(-1, 1, G)[groups].expand(-1, length, -1)
+            heard = directions(keys, torch.arange(length, device=device)[:, None], embeds.shape[-1])
+        else:
+            heard = self._embed(of_paths(rollout.heard_ids))
+            if rollout.control == "own":
+                heard = mean_embedding(heard, of_paths(rollout.heard_probs))
+        scale = of_paths(rollout.scale)
+        return controlled(rollout.control, embeds, heard, mix, scale, share)[0][index, :, path]
 
     def _embed(self, ids):
         """The embedding module's output (Gemma scales it), in the dtype that the sampler has it in."""
