@@ -414,13 +414,39 @@ def coverage():
     return f"{table(['interval', *columns], lines)}\n\n{'; '.join(tests)}. `{where(result)}`."
 
 
+def study_checks():
+    """How often the tests of a study are right, on simulated studies."""
+    cases, result = values("study_checks")
+    rows = []
+    for case, m in cases.items():
+        if "coverage" in m:
+            row = [f"{m[name]:.1%}" for name in ("false_positives", "coverage")]
+            row += [f"{m[name]:.1%} / {m[f'{name}_computed']:.1%}" for name in ("power", "equivalent")]
+            rows.append([case, *row, f"{m['equivalent_at_margin']:.1%}"])
+    header = ["simulated", "t: false positives", "coverage of 95%", "t: power, found / computed"]
+    header += ["TOST: power, found / computed", "TOST: false positives at the margin"]
+    return f"{table(header, rows)}\n\n{result['studies']:,} studies each. `{where(result)}`."
+
+
+def study_verdicts():
+    """How often each verdict is given where the truth is known, the most frequent first."""
+    cases, result = values("study_checks")
+    rows = []
+    for case, m in cases.items():
+        if "coverage" not in m:
+            given = [f"*{words}* {share:.0%}" for words, share in m.items() if share >= 0.005]
+            rows.append([case, "; ".join(given)])
+    text = table(["simulated", "verdicts"], rows)
+    return f"{text}\n\n{result['studies']:,} studies each. `{where(result)}`."
+
+
 TABLES = {
     make.__name__: make
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
         math_grading,
         *(bench_generation, bench_generation_cpu, bench_step, bench_step_long, bench_step_gsm8k),
-        *(bench_gpus, kill, harness, families, coverage),
+        *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
     )
 }
 
