@@ -401,9 +401,11 @@ def test_a_damaged_file_of_strangers_is_one_line(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_control_is_the_same_run_on_two_processes(control, warm, tmp_path):
-    flags = FLAGS.replace("strangers", control) + "--beta 0.04 --cpu_threads 1 --dynamic_sampling 1"
+@pytest.mark.parametrize("how", [*CONTROLS, "none --m3po_credit 2", "none --m3po_scoring plain"])
+def test_a_control_is_the_same_run_on_two_processes(how, warm, tmp_path):
+    """Groups move between processes with what was recorded of them: with beta 0 not all rows are computed."""
+    beta = 0.0 if "credit" in how else 0.04
+    flags = FLAGS.replace("strangers", how) + f"--beta {beta} --cpu_threads 1 --dynamic_sampling 1"
     run_short(warm, tmp_path / "one", flags)
     words = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / 'two'} {flags}"
     done = command("grpo_train.py", *words.split(), nproc=2)
@@ -411,10 +413,13 @@ def test_a_control_is_the_same_run_on_two_processes(control, warm, tmp_path):
     one, two = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "two"))
     keys = ("step", "example_id", "generation", "completion", "reward")
     assert [[r[key] for key in keys] for r in one] == [[r[key] for key in keys] for r in two]
+    logged = {"loss", "grad_norm", "kl", "input_change", "gate_entropy", "gate_mean_cosine", "credit_size"}
     for a, b in zip(*(lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two")), strict=True):
-        for name in ("loss", "grad_norm", "kl", "input_change"):
+        assert a.keys() == b.keys()
+        for name in logged & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
-        assert a["logp_diff_max"] < 1e-3
+        assert ("credit_size" in a, "kl" in a) == (beta == 0, beta > 0)
+        assert (a["logp_diff_max"] > 1e-3) == ("plain" in how)
 
 
 @pytest.mark.slow
