@@ -36,6 +36,10 @@ class GroupDecoder:
         """Seconds that capturing steps has taken so far, and compiling them."""
         return self.engine.setup_seconds
 
+    def interact_as(self, interaction):
+        """From the next rollout on, paths interact so; steps that were captured for another are kept."""
+        self.interaction = self.engine.interaction = interaction
+
     def choose_path(self):
         """Choose the path, fast or plain, and test it: refuses a model that neither serves.
 
