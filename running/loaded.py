@@ -40,6 +40,7 @@ class Loaded:
     def load(self, config, start, tokenizer, device):
         """Policy, sampler and reference as `load_models` gives them."""
         key = _settings(config), config.beta > 0, _files(start)
+        free_memory()  # an earlier run's moments may be in reference cycles
         if not (self._is_there("models", key) and self._begin_again(config, start, tokenizer, device)):
             self.models = self.decoder = None
             free_memory()

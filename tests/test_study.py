@@ -1,14 +1,19 @@
 """Studies: the file is checked as a whole, runs are the same as alone, and any interruption is survived."""
 
+import dataclasses
 import gzip
+import itertools
 import json
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 import grpo_eval
 import grpo_study
@@ -17,14 +22,17 @@ import sft_train
 from decoding.rollout import Completion
 from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError
 from grpo_study import Bench, Options, main, make_all, parse
-from learning.models import load_tokenizer
+from learning.log_probs import make_scorer
+from learning.models import load_models, load_tokenizer
+from learning.packing import is_packed
 from reporting.files import write_whole
 from running.answering import RunOfStudy, accuracy, graded, load_questions, numbered
 from running.loaded import Loaded
 from running.parsing import parse_config, settings_from_file
+from running.stop import Stop
 from running.study import begin, code_files, code_hash, lock, read_note
 from running.study_file import read_study
-from small_runs import ROOT, lines, without_times
+from small_runs import ROOT, command, lines, without_times
 
 START = sft_train.Config, sft_train.warm_start_settings
 
@@ -452,6 +460,23 @@ def test_the_code_of_a_run_is_what_it_imports_and_its_own_rewards(tmp_path):
     assert code_hash(code_files([config])) != code_hash(files)
 
 
+def test_the_check_predicts_from_runs_that_are_there(pretended, tmp_path, monkeypatch, capsys):
+    study = run_all(tmp_path, Options(only_seeds=[3]))
+    for arm, seconds in (("grpo", 60.0), ("m3po", 120.0)):
+        note = tmp_path / f"out/runs/3/{arm}/run.json"
+        note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": seconds}))
+    note = study.start_note(3)
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"seconds": 30.0}))
+    path = study_file(tmp_path, warm_start={"num_steps": 3})
+    monkeypatch.setattr(sys, "argv", ["grpo_study.py", str(path), "--check"])
+    before = sorted((tmp_path / "out").rglob("*"))
+    main()
+    said = capsys.readouterr().out
+    assert "6 runs, 2 of them done" in said
+    assert "time: 7.0 minutes for what is left, from runs that are there" in said  # 2 x (0.5 + 1 + 2)
+    assert sorted((tmp_path / "out").rglob("*")) == before
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     monkeypatch.setattr(sys, "argv", ["grpo_study.py", str(study_file(tmp_path))])
@@ -504,6 +529,93 @@ def test_a_run_in_a_study_is_the_same_run_alone_to_the_bit(small_study, tmp_path
     assert (out / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
     assert (out / "rollouts.jsonl").read_text() == (last / "rollouts.jsonl").read_text()
     assert without_times(lines(out / "metrics.jsonl")) == without_times(lines(last / "metrics.jsonl"))
+
+
+def test_models_that_are_there_get_the_weights_of_the_next_start(warm, tmp_path):
+    """Sampler and reference, too; what an update has made of a model is undone, as if it were loaded anew."""
+    other, device = tmp_path / "other", torch.device("cpu")
+    shutil.copytree(warm, other)
+    weights = {name: 1.5 * w for name, w in load_file(warm / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    loaded, config = Loaded(), grpo_train.Config(dataset="arithmetic", beta=0.04, limit=200)
+    tokenizer, _ = loaded.read(config, warm)
+    first = loaded.load(config, warm, tokenizer, device)
+    decoder = loaded.decode_with(config, first[1], tokenizer)
+    scorer = make_scorer(first[0], decoder.tables, config)
+    scorer.model.gradient_checkpointing_enable()
+    config = dataclasses.replace(config, m3po_lambda=0.3, seed=7)
+    assert loaded.read(config, other)[0] is tokenizer
+    second = loaded.load(config, other, tokenizer, device)
+    assert [id(model) for model in second] == [id(model) for model in first]
+    assert loaded.decode_with(config, second[1], tokenizer) is decoder
+    assert decoder.interaction.lambda_blend == decoder.engine.interaction.lambda_blend == 0.3
+    for model, fresh in zip(second, load_models(config, other, tokenizer, device), strict=True):
+        assert model.training == fresh.training
+        assert model.is_gradient_checkpointing == fresh.is_gradient_checkpointing
+        assert is_packed(model) == is_packed(fresh)
+        for (name, ours), theirs in zip(model.named_parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+            assert ours.requires_grad == theirs.requires_grad
+    config = dataclasses.replace(config, answer_format="hash")
+    assert loaded.load(config, other, tokenizer, device)[0] is not first[0], "prompts may end on another EOS"
+
+
+@pytest.fixture
+def stopped_often(monkeypatch):
+    """Runs are told to end at every so many looks."""
+    looks = itertools.count(1)
+
+    def asked(self):
+        self.number = self.number or int(signal.SIGTERM) * (next(looks) % 150 == 0)
+        return self.number
+
+    monkeypatch.setattr(Stop, "asked", asked)
+
+
+def ended():
+    """Run the script; the status that it exits with, None where it comes to its end."""
+    try:
+        main()
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.usefixtures("stopped_often")
+def test_a_study_that_is_stopped_again_and_again_gives_the_same_answers(small_study, tmp_path, monkeypatch):
+    path = small_study.parent / "study.yaml"
+    words = ["grpo_study.py", str(path), "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    codes = list(itertools.islice(iter(ended, None), 50))
+    assert 4 < len(codes) < 50
+    assert set(codes) == {128 + signal.SIGTERM}
+    files = sorted(small_study.glob("runs/*/*/answers/*.gz"))
+    assert len(files) == 20
+    for file in files:
+        assert (tmp_path / "out" / file.relative_to(small_study)).read_bytes() == file.read_bytes(), file
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_runs_go_side_by_side_on_several_cards(small_study, tmp_path, monkeypatch):
+    """One process a card, each with seeds of its own; here the cards are not there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    path = small_study.parent / "study.yaml"
+    monkeypatch.setattr(sys, "argv", ["grpo_study.py", str(path), "--output_dir", str(tmp_path / "out")])
+    main()
+    for file in small_study.glob("runs/*/*/answers/*.gz"):
+        assert (tmp_path / "out" / file.relative_to(small_study)).read_bytes() == file.read_bytes(), file
+
+
+@pytest.mark.slow
+def test_the_check_measures_a_few_steps_and_leaves_nothing(tmp_path):
+    path = study_file(tmp_path, warm_start={"config": "configs/tiny_warm_start.yaml"})
+    done = command("grpo_study.py", path, "--check")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert "6 runs, 0 of them done" in said
+    assert "arm grpo: m3po_lambda 0; 3 seeds" in said
+    assert re.search(r"time: \d+\.\d minutes for what is left, from 3 steps of each arm", said)
+    assert not (tmp_path / "out").exists()
 
 
 def answers(folder, name):
