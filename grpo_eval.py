@@ -41,7 +41,7 @@ from errors import SettingError
 from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
 from learning.precision import compute_dtype
-from m3po_module import SIMILARITIES
+from m3po_module import CONTROLS, SIMILARITIES
 from problems.problem import EncodedProblem, Problem
 from problems.prompts import (
     Prompting,
@@ -77,6 +77,7 @@ from running.settings import (
     resolved,
     setting,
 )
+from running.strangers import strangers_of
 from solver import load_solver, read_questions, readable, solve, training_row
 
 TRAINED_WITH = (
@@ -203,6 +204,9 @@ class Config:
     m3po_similarity: str | None = from_training(
         "distribution", "with m3po: as for grpo_train.py", goes_with="m3po"
     )
+    m3po_control: str | None = from_training(
+        "none", "with m3po: as for grpo_train.py; strangers are those of the model's run", goes_with="m3po"
+    )
     temperature: float = setting(0.0, "0: greedy", idle_beside=("compare",))
     top_p: float = setting(
         1.0,
@@ -296,6 +300,7 @@ class Config:
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
         check_one_of(self, "m3po_similarity", SIMILARITIES)
+        check_one_of(self, "m3po_control", CONTROLS)
         check_one_of(self, "precision", PRECISIONS)
 
     def _check_together(self):
@@ -375,9 +380,12 @@ class LocalModel:
         check_positions(model, self.questions, config)
         self.identity = fingerprint(model)
         think_end = ANSWER_FORMATS[config.answer_format].think_end
-        interaction = Interaction(config.m3po_lambda, config.m3po_temperature, config.m3po_similarity)
+        of_pairs = (config.m3po_temperature, config.m3po_similarity)
+        interaction = Interaction(config.m3po_lambda, *of_pairs, config.m3po_control)
         compiled = config.torch_compile
         self.decoder = GroupDecoder(model, tokenizer, think_end, interaction, compiled=compiled)
+        if config.m3po and interaction.control == "strangers":
+            self.decoder.hear_strangers(strangers_of(config.model, config.max_completion_length))
         self.decoder.choose_path()
 
     def ask(self, indices, keep):

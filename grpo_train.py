@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +23,16 @@ import torch
 from accelerate.utils import gather_object
 
 from answers.formats import ANSWER_FORMATS
+from decoding.controls import row_keys
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
 from errors import RewardError, SettingError
-from learning.inspection import debug_every, inspect_group
+from learning.inspection import debug_every, gate_sums, inspect_group
 from learning.learner import make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, refresh
 from learning.parallel import max_over_processes, together
-from m3po_module import SIMILARITIES
+from m3po_module import CONTROLS, SIMILARITIES
 from problems.prompts import Prompting
 from rewards import (
     REWARD_SETS,
@@ -53,6 +54,7 @@ from running.parsing import run_main
 from running.progress import next_problems, steps_to_do, trainer_state
 from running.run import Run
 from running.settings import TrainConfig, check, check_one_of, setting
+from running.strangers import hear_strangers
 from sft_train import warm_start, warm_start_settings
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
@@ -172,6 +174,25 @@ class Config(TrainConfig):
         in_card=True,
         goes_with="m3po_lambda",
     )
+    m3po_control: str = setting(
+        "none",
+        "what a path hears in the place of its peers, its input moved as far as M3PO would move it, to find "
+        "out what M3PO's effect comes from: " + ", ".join(CONTROLS) + " (docs/recipes.md)",
+        goes_with="m3po_lambda",
+    )
+    m3po_scoring: str = setting(
+        "blended",
+        "blended: the update scores the inputs that the sampler saw; plain: the sampled ids alone, as the "
+        "published scripts do, which is another policy than the one that sampled",
+        goes_with="m3po_lambda",
+    )
+    m3po_credit: float = setting(
+        0.0,
+        "gamma: a token's advantage gains gamma times what its listeners earn beyond an even hearing, "
+        "sum_j A_ji Adv_j + m Adv_i / (G - 1), m the weight that listens to it; 0: its own path's alone",
+        goes_with="m3po_lambda",
+        idle_beside=tuple(f"m3po_control={name}" for name in CONTROLS[1:]),
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -179,7 +200,7 @@ class Config(TrainConfig):
             object.__setattr__(self, "eval_problems", 0)
         peers = "a completion is judged against the others of its group: give at least 2"
         greedy = "must be positive, at least 0.001 (greedy paths of one prompt are all the same)"
-        counts = "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after"
+        counts = "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after m3po_credit"
         check(self, "num_generations", lambda v: v >= 2, peers)
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
         check(self, "temperature", lambda v: 1e-3 <= v < math.inf, greedy)
@@ -192,6 +213,11 @@ class Config(TrainConfig):
         check_one_of(self, "loss_type", LOSS_TYPES)
         check_one_of(self, "scale_rewards", ("group", "none"))
         check_one_of(self, "m3po_similarity", SIMILARITIES)
+        check_one_of(self, "m3po_control", CONTROLS)
+        check_one_of(self, "m3po_scoring", ("blended", "plain"))
+        remedy = "is M3PO itself with m3po_similarity=mean: take another similarity, or no control"
+        is_mean = self.m3po_similarity == "mean"
+        check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
         check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
         chosen_rewards(self)
@@ -211,7 +237,8 @@ class Config(TrainConfig):
 
     @property
     def interaction(self):
-        return Interaction(self.m3po_lambda, self.m3po_temperature, self.m3po_similarity)
+        of_pairs = (self.m3po_temperature, self.m3po_similarity)
+        return Interaction(self.m3po_lambda, *of_pairs, self.m3po_control)
 
 
 def chosen_rewards(config):
@@ -276,6 +303,7 @@ def train(config, reward_functions=None, problems=None, study=None):
         evaluate = partial(held_out_accuracy, run, decoder, held_out)
         inputs = inputs_of(run, problems, held_out, start, policy, reward_functions)
         run.open(learner, inputs, evaluate, steps, total)  # locks the folder; resumes or begins
+        hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
         if study:
@@ -303,6 +331,7 @@ def train(config, reward_functions=None, problems=None, study=None):
             # 4. mu optimiser steps on the clipped loss, KL inside; then the sampler sees the new weights.
             learning_rate = learner.schedule.get_last_lr()[0]
             inspection = inspect_group(run, sampler, decoder, sampled, step)  # with the weights that sampled
+            gate = gate_sums(sampler, sampled.rollout)
             with run.timed("update_seconds"):
                 update_metrics = update(learner, sampled.rollout, advantages, config)
                 update_shown = refresh(sampler, policy)
@@ -313,7 +342,7 @@ def train(config, reward_functions=None, problems=None, study=None):
                 "outer_iteration": step // steps + 1,
                 "learning_rate": learning_rate,
                 "update_shown": float(update_shown),
-                **rollout_metrics(run, sampled, right, rewards),
+                **rollout_metrics(run, sampled, right, rewards, gate),
                 **replaced,
                 **update_metrics,
                 **speed_metrics(run, sampled.rollout),
@@ -361,6 +390,25 @@ def all_equal(groups):
     return highest <= lowest
 
 
+def listeners_credit(mix, advantages):
+    """What the listeners of a token earn beyond an even hearing: mix (B, T, G, G), advantages (N,) -> (N, T).
+
+    sum_j A_ji Adv_j + m Adv_i / (G - 1) for a token of path i, A the weights with it, m = sum_j A_ji. Where
+    every path hears all others alike it is 0, since the advantages of a group sum to 0.
+    """
+    B, T, G, _ = mix.shape
+    of_group, listening = advantages.view(B, 1, G, 1), mix.mT  # [b, t, i, j]: how much j hears i
+    credit = listening @ of_group + listening.sum(-1, keepdim=True) * of_group / (G - 1)  # (B, T, G, 1)
+    return credit.squeeze(-1).transpose(1, 2).reshape(B * G, T)
+
+
+def token_advantages(rollout, advantages, gamma):
+    """Advantages (N,) with gamma times the credit of each token's listeners, (N, T); unchanged without."""
+    if gamma == 0 or rollout.mix is None:
+        return advantages
+    return advantages[:, None] + gamma * listeners_credit(rollout.mix, advantages)
+
+
 def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_length):
     """What each token's term counts in the loss: mask (n, T) -> (n, T).
 
@@ -377,13 +425,13 @@ def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_len
 
 def grpo_loss(logp, old_logp, advantages, weights, clip_range, kl_penalty=None, importance=None):
     """The clipped surrogate (GRPO, eq. 3) with beta * KL inside the same mean: (n, T) tensors, advantages
-    (n,).
+    (n,) or (n, T).
 
     Returns the loss and which tokens were clipped below and above. The gradient is not 0 at the first pass,
     although the ratio is 1 and centred advantages make the loss close to 0.
     """
     low, high = clip_range
-    A = advantages[:, None]
+    A = advantages if advantages.dim() == 2 else advantages[:, None]
     # A masked token may be far from its old log-prob: exp() would overflow, and inf * 0 is NaN.
     ratio = torch.exp(torch.where(weights > 0, logp - old_logp, 0.0))
     per_token = -torch.min(ratio * A, torch.clamp(ratio, low, high) * A)
@@ -475,7 +523,9 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
     G, T, problems = config.num_generations, config.max_completion_length, [batch[i] for i in groups]
     uniforms = rollout_uniforms(config.seed, step, retry, len(batch) * G, T).view(len(batch), G, T)
     uniforms = uniforms[list(groups)].flatten(0, 1)
-    rollout = decoder.rollout([p.ids for p in problems], Sampling(T, G, config.temperature), uniforms)
+    keys = row_keys(config.seed, step, retry, len(batch) * G).view(len(batch), G)[list(groups)].flatten()
+    sampling = Sampling(T, G, config.temperature)
+    rollout = decoder.rollout([p.ids for p in problems], sampling, uniforms, keys=keys)
     rows = [p for p in problems for _ in range(G)]
     pairs = zip(rows, decoder.completions(rollout), strict=True)
     completions = [p.answered(completion) for p, completion in pairs]
@@ -528,7 +578,7 @@ def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rew
 
 @dataclass
 class LossInputs:
-    """What the loss of a rollout needs beside the policy: (N, T) tensors, advantages (N,)."""
+    """What the loss of a rollout needs beside the policy: (N, T) tensors, advantages (N,) or (N, T)."""
 
     rollout: Rollout
     advantages: torch.Tensor
@@ -556,6 +606,8 @@ def update(learner, rollout, advantages, config):
     counts = {"scored_completions": int(num_scored)}
     if config.mask_truncated_completions:
         counts["masked_completions"] = int(num_sequences - num_kept)
+    if config.m3po_credit:
+        counts["credit_size"] = credit_size(learner, rollout, advantages, mask, config.m3po_credit)
     # Adam's momentum alone would move the weights
     if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
         for _ in range(config.mu):
@@ -565,7 +617,10 @@ def update(learner, rollout, advantages, config):
         return {"skipped": reason, "grad_norm": 0.0, **learner.scale_metrics(), **counts}
     weights = token_weights(mask, config.loss_type, num_sequences, num_tokens, config.max_completion_length)
     old_logp, ref_logp = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
-    inputs = LossInputs(rollout, advantages, mask, weights, old_logp, ref_logp)
+    in_tokens = token_advantages(rollout, advantages, config.m3po_credit)
+    if config.m3po_scoring == "plain":  # without the weights, what the update reads are the ids alone
+        rollout = replace(rollout, mix=None)
+    inputs = LossInputs(rollout, in_tokens, mask, weights, old_logp, ref_logp)
 
     rows = scored.nonzero().flatten().tolist()
     sums, norms, skipped = {}, [], {}
@@ -601,9 +656,18 @@ def rows_that_count(rollout, advantages, config):
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
-    has_signal = mask.any(-1) & (advantages != 0)
+    pulls = token_advantages(rollout, advantages, config.m3po_credit) != 0
+    has_signal = (mask & pulls.view(len(mask), -1)).any(-1)
     # Without a KL, a row whose advantage is 0 adds nothing to any gradient.
     return mask, has_signal, has_signal if config.beta == 0 else torch.ones_like(has_signal)
+
+
+def credit_size(learner, rollout, advantages, mask, gamma):
+    """The mean size of what `token_advantages` adds over that of the advantages, of all tokens that count."""
+    own = advantages[:, None].abs() * mask
+    added = (token_advantages(rollout, advantages, gamma).view(len(mask), -1) - advantages[:, None]).abs()
+    added, own = learner.sum_over_processes((added * mask).sum(), own.sum())
+    return added / own if own else 0.0
 
 
 def rows_loss(learner, inputs, config, is_first_pass, rows):
@@ -647,14 +711,22 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
+    if config.m3po_control != "none":
+        remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
+    if config.m3po_scoring == "plain":
+        what = "the update scores the plain ids, and so another policy than the one that samples"
+        remarks.append(f"with m3po_scoring=plain {what}: logp_diff says how far apart they are")
     if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):
         remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
     for remark in remarks:
         run.say(f"note: {remark}")
 
 
-def rollout_metrics(run, sampled, right, rewards):
-    """Metrics of a step's samples, explained in docs/metrics.md; all processes' rewards (N,)."""
+def rollout_metrics(run, sampled, right, rewards, gate=None):
+    """Metrics of a step's samples, explained in docs/metrics.md; all processes' rewards (N,).
+
+    gate: what `gate_sums` gave.
+    """
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {
@@ -665,6 +737,7 @@ def rollout_metrics(run, sampled, right, rewards):
         "unique": [len(set(sampled.texts[i : i + G])) / G for i in first_rows],
         **{f"reward/{name}": values for name, values in sampled.parts.items()},
         **interaction_sums(sampled.rollout),
+        **(gate or {}),
     }
     gathered = gather_object([local])
     values = {name: [v for one in gathered for v in one[name] if v is not None] for name in local}
@@ -689,6 +762,8 @@ def rollout_metrics(run, sampled, right, rewards):
     if "thinking" in mean:
         metrics["thinking_paths"] = mean["thinking"] / (mean["alive"] or 1.0)
         metrics["input_change"] = mean["change"] / (mean["listening"] or 1.0)
+    for name in (name for name in mean if name.startswith("gate_")):  # null where no path could choose
+        metrics[name] = mean[name] / mean["choosing"] if mean["choosing"] else math.nan
     return metrics
 
 

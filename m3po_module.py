@@ -18,6 +18,7 @@ import math
 import torch
 
 SIMILARITIES = ("distribution", "embedding", "mean")
+CONTROLS = ("none", "scaled_mean", "noise", "strangers", "own")  # decoding/controls.py
 
 
 def products(features):
@@ -70,6 +71,24 @@ def blend(embeds, weights, lambda_blend):
         blended = (1 - lambda_blend) * wide + lambda_blend * (weights @ wide)
         listens = weights.sum(-1, keepdim=True) > 0
         return torch.where(listens, blended.to(embeds.dtype), embeds)
+
+
+def gate_measures(weights, thinking, ids, embeds):
+    """How M3PO's weights choose: four tensors (..., G) of what each path hears with its token.
+
+    weights (..., G, G), thinking (..., G) bool, ids (..., G) of the tokens, embeds (..., G, E) of them.
+    Returns whether the path could choose (it thinks beside two thinking peers at least; the others count only
+    there), the entropy of its weights over the largest there is, the weight on peers that said the same
+    token, and the cosine between what it heard and the plain mean of its peers.
+    """
+    others = ~torch.eye(thinking.shape[-1], dtype=torch.bool, device=thinking.device)
+    peers = (thinking[..., None] & thinking[..., None, :] & others).float()
+    count, wide = peers.sum(-1), embeds.float()
+    could_choose = (count >= 2) & (weights.sum(-1) > 0)
+    entropy = torch.special.entr(weights).sum(-1) / count.clamp(min=2).log()
+    same = (weights * (ids[..., None] == ids[..., None, :])).sum(-1)
+    cosine = torch.cosine_similarity(weights @ wide, peers @ wide, dim=-1)
+    return could_choose, entropy, same, cosine
 
 
 def apply_cross_path_interaction(current_embeds, is_thinking, lambda_blend=0.1, temperature=0.1):

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from answers.formats import (
@@ -65,6 +65,7 @@ def _is_missing(value):
     return value is None or (isinstance(value, float) and not math.isfinite(value))  # pandas: nan
 
 
+@lru_cache(maxsize=4096)  # asked again for the log, and by other rewards
 def _correctness(answer, reference):
     if not answer:  # an empty answer must not match an empty reference
         return 0.0

@@ -194,23 +194,27 @@ def update_case(case, args):
 
 
 def gsm8k_case(case, args, emit):
-    """The update of this code, and in a process of its own that of the code before."""
+    """The update of this code, and that of the code before, in processes of their own, one after the other;
+    the faster of each counts, since a host that is busy elsewhere only adds to it.
+    """
     code = {"": str(ROOT)} | ({"_before": args.before} if args.before else {})
-    seconds = {}
-    for suffix, folder in code.items():
+    best = {}
+    for suffix, folder in [*code.items()] * args.rounds:
         command = [sys.executable, __file__, "--cases", case, "--model", args.model, "--data", args.data]
-        environment = {**os.environ, "BENCH_CODE": folder, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        environment = {**os.environ, "BENCH_CODE": folder}
         made = subprocess.run(
             [*command, "--one"], env=environment, capture_output=True, text=True, check=False
         )
         if made.returncode:
             raise SystemExit(made.stderr)
-        measured = json.loads(made.stdout.splitlines()[-1])
-        seconds[suffix] = measured["update_seconds"]
-        for metric, value in measured.items():
+        one = json.loads(made.stdout.splitlines()[-1])
+        print(f"  {case}{suffix}: {one['update_seconds']:.4f} s", flush=True)
+        best[suffix] = min(best.get(suffix, one), one, key=lambda m: m["update_seconds"])
+    for suffix, one in best.items():
+        for metric, value in one.items():
             emit(case, metric + suffix, value, "s" if metric.endswith("seconds") else "")
     if args.before:
-        emit(case, "update_speedup", seconds["_before"] / seconds[""], "times")
+        emit(case, "update_speedup", best["_before"]["update_seconds"] / best[""]["update_seconds"], "times")
     if args.start and GSM8K[case]["beta"]:
         for suffix, m3po_lambda in (("", 0), ("_m3po", 0.1)):
             whole_steps(case, suffix, m3po_lambda, args, emit)
@@ -294,6 +298,7 @@ def main():
     parser.add_argument("--data", help="folder with GSM8K's train.jsonl")
     parser.add_argument("--start", help="a model of sft_train.py, for whole steps of 0.5b-gsm8k")
     parser.add_argument("--before", help="a checkout of an earlier commit, to compare with")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each code in those cases")
     parser.add_argument("--one", action="store_true", help="this code's update alone, as a line of JSON")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro_batch_tokens", type=int, help="default: what memory holds")

@@ -202,17 +202,49 @@ def precision():
 def bench_step():
     cases, result = values("bench_step")
     card, trl = cases.pop("card"), cases["1.5b-8x8"]
-    seconds = ("step_seconds", "rollout_seconds", "update_seconds", "update_share_of_matmul")
-    rows = [
-        [case, *(f"{m[name]:.2f}" for name in seconds), f"{m['peak_gib']:.1f}"] for case, m in cases.items()
-    ]
-    header = ["case", "step, s", "rollout, s", "update, s", "share of the matrix rate", "peak GiB"]
+    text = _steps_table(cases)
     return (
-        f"{table(header, rows)}\n\nTRL's trainer with `generate` on the work of 1.5b-8x8, in the same call: "
+        f"{text}\n\nTRL's trainer with `generate` on the work of 1.5b-8x8, in the same call: "
         f"{trl['trl_step_seconds']:.2f} s a step ({trl['trl_step_seconds'] / trl['step_seconds']:.1f} times "
         f"ours), {trl['trl_peak_gib']:.1f} GiB with bf16 weights and moments. "
         f"The card multiplies {card['matrix_rate']:.0f} TFLOP/s. `{where(result)}`."
     )
+
+
+def _steps_table(cases):
+    seconds = ("step_seconds", "rollout_seconds", "update_seconds", "update_share_of_matmul_needed")
+    rows = [
+        [case, *(f"{m[name]:.2f}" for name in seconds), f"{m['peak_gib']:.1f}"] for case, m in cases.items()
+    ]
+    header = ["case", "step, s", "rollout, s", "update, s", "share of the matrix rate", "peak GiB"]
+    return table(header, rows)
+
+
+def bench_step_long():
+    cases, result = values("bench_step_long")
+    cases.pop("card")
+    decode = [
+        f"{case}: a decode step at full length {m['ms_per_step']:.1f} ms, {m['step_over_floor']:.2f} times "
+        f"the floor; `--check` predicted {m['predicted_peak_gib']:.1f} GiB"
+        for case, m in cases.items()
+    ]
+    return f"{_steps_table(cases)}\n\n{'. '.join(decode)}. `{where(result)}`."
+
+
+def bench_step_gsm8k():
+    """The update of an earlier commit beside this one's."""
+    cases, result = values("bench_step_gsm8k")
+    cases.pop("card")
+    rows = [
+        [case, *(f"{m[name]:.2f}" for name in ("update_seconds_before", "update_seconds", "update_speedup"))]
+        for case, m in cases.items()
+    ]
+    header = ["case", "update before, s", "now, s", "times faster"]
+    m = next(iter(cases.values()))
+    lengths = (
+        f"Prompts of {m['mean_prompt']:.0f} tokens and completions of {m['mean_completion']:.0f}, on average"
+    )
+    return f"{table(header, rows)}\n\n{lengths}. `{where(result)}`."
 
 
 def bench_gpus():
@@ -382,12 +414,39 @@ def coverage():
     return f"{table(['interval', *columns], lines)}\n\n{'; '.join(tests)}. `{where(result)}`."
 
 
+def study_checks():
+    """How often the tests of a study are right, on simulated studies."""
+    cases, result = values("study_checks")
+    rows = []
+    for case, m in cases.items():
+        if "coverage" in m:
+            row = [f"{m[name]:.1%}" for name in ("false_positives", "coverage")]
+            row += [f"{m[name]:.1%} / {m[f'{name}_computed']:.1%}" for name in ("power", "equivalent")]
+            rows.append([case, *row, f"{m['equivalent_at_margin']:.1%}"])
+    header = ["simulated", "t: false positives", "coverage of 95%", "t: power, found / computed"]
+    header += ["TOST: power, found / computed", "TOST: false positives at the margin"]
+    return f"{table(header, rows)}\n\n{result['studies']:,} studies each. `{where(result)}`."
+
+
+def study_verdicts():
+    """How often each verdict is given where the truth is known, the most frequent first."""
+    cases, result = values("study_checks")
+    rows = []
+    for case, m in cases.items():
+        if "coverage" not in m:
+            given = [f"*{words}* {share:.0%}" for words, share in m.items() if share >= 0.005]
+            rows.append([case, "; ".join(given)])
+    text = table(["simulated", "verdicts"], rows)
+    return f"{text}\n\n{result['studies']:,} studies each. `{where(result)}`."
+
+
 TABLES = {
     make.__name__: make
     for make in (
         *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
         math_grading,
-        *(bench_generation, bench_generation_cpu, bench_step, bench_gpus, kill, harness, families, coverage),
+        *(bench_generation, bench_generation_cpu, bench_step, bench_step_long, bench_step_gsm8k),
+        *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
     )
 }
 

@@ -9,10 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from decoding.engine import CHUNK, Engine
-from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device
+from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device, widened
 from decoding.tokens import token_tables, unwritten_ids
 from errors import Interrupted
 
@@ -40,6 +39,10 @@ class GroupDecoder:
         """From the next rollout on, paths interact so; steps that were captured for another are kept."""
         self.interaction = self.engine.interaction = interaction
 
+    def hear_strangers(self, strangers):
+        """Whom paths hear in the place of their peers from now on, in the control of this name."""
+        self.engine.hear_strangers(strangers)
+
     def choose_path(self):
         """Choose the path, fast or plain, and test it: refuses a model that neither serves.
 
@@ -48,17 +51,23 @@ class GroupDecoder:
         self.engine.choose_backbone()
 
     @torch.no_grad()
-    def rollout(self, prompts, sampling, uniforms=None, interact=True):
+    def rollout(self, prompts, sampling, uniforms=None, interact=True, keys=None):
         """Sample G completions for each of B prompts (lists of ids).
 
-        uniforms (N, max_new_tokens), or None where sampling is greedy. The distribution is the softmax over
-        the tokenizer's real ids; of the model's generation_config only the EOS ids are used.
+        uniforms (N, max_new_tokens), or None where sampling is greedy. keys (N,), of `row_keys`: what the
+        controls `noise` and `strangers` draw from. The distribution is the softmax over the tokenizer's real
+        ids; of the model's generation_config only the EOS ids are used.
         """
         G, lambda_blend = sampling.num_generations, self.interaction.lambda_blend
         interacts = interact and lambda_blend > 0 and G > 1
-        decode = Decode(self.engine, prompts, sampling, uniforms, interacts, batch_rows=len(prompts) * G)
+        control = self.interaction.control if interacts else "none"
+        assert control not in ("noise", "strangers") or keys is not None, "this control needs the rows' keys"
+        assert control != "strangers" or self.engine.strangers is not None, "hear_strangers comes first"
+        draws = uniforms, keys
+        decode = Decode(self.engine, prompts, sampling, draws, interacts, batch_rows=len(prompts) * G)
         out = decode.run(self.interrupted)
         used = max(1, int(out.t.max()))  # device sync
+        recorded = (x[:, :used].contiguous() for x in (out.scale, out.heard_ids, out.heard_probs))
         return Rollout(
             prompts=prompts,
             ids=out.ids[:, :used].contiguous(),
@@ -71,7 +80,22 @@ class GroupDecoder:
             mix=self.engine.mixing_weights(len(prompts), used, G) if interacts else None,
             lambda_blend=lambda_blend if interacts else 0.0,
             input_change=out.input_change[:, :used].contiguous() if interacts else None,
+            control=control,
+            **self.heard_instead(control, keys, *recorded),
         )
+
+    def heard_instead(self, control, keys, scale, ids, probs):
+        """What a Rollout has of a control that records its scale (N, T); ids and probs (N, T, K) of `own`."""
+        if control == "own":
+            return {"scale": scale, "heard_ids": ids, "heard_probs": probs}
+        if control not in ("noise", "strangers"):
+            return {}
+        keys = to_device(keys, self.engine.device)
+        made = {"scale": scale, "keys": keys}
+        if control == "strangers":
+            positions = torch.arange(scale.shape[1], device=keys.device)
+            made["heard_ids"] = self.engine.strangers.tokens(keys[:, None], positions)
+        return made
 
     def completions(self, rollout):
         """The N Completions of a rollout."""
@@ -116,7 +140,8 @@ class GroupDecoder:
                 if keep is not None:
                     keep(indices[i], completions[i])
 
-        decode = Decode(self.engine, prompts, sampling, uniforms, False, batch_rows, read if keep else None)
+        draws = uniforms, None
+        decode = Decode(self.engine, prompts, sampling, draws, False, batch_rows, read if keep else None)
         sequences = decode.run(self.interrupted)
         if keep is None:
             read(range(len(prompts)), sequences)
@@ -142,6 +167,9 @@ class Sequences(NamedTuple):
     logp: torch.Tensor  # (N, tokens)
     thinking: torch.Tensor  # (N, tokens)
     input_change: torch.Tensor  # (N, tokens)
+    scale: torch.Tensor  # (N, tokens)
+    heard_ids: torch.Tensor  # (N, tokens, K)
+    heard_probs: torch.Tensor  # (N, tokens, K)
     ended: torch.Tensor  # (N,) by EOS
     t: torch.Tensor  # (N,) tokens sampled
 
@@ -149,15 +177,16 @@ class Sequences(NamedTuple):
 class Decode:
     """One decode of some prompts: who sits in which row, as far as the host knows.
 
-    `on_whole(prompts, sequences)` is told the indices of prompts whose sequences have all been collected.
+    draws: uniforms (N, T) and keys (N,), or None for either. `on_whole(prompts, sequences)` is told the
+    indices of prompts whose sequences have all been collected.
     """
 
-    def __init__(self, engine, prompts, sampling, uniforms, interacts, batch_rows, on_whole=None):
+    def __init__(self, engine, prompts, sampling, draws, interacts, batch_rows, on_whole=None):
         G, T = sampling.num_generations, sampling.max_new_tokens
         assert T >= 1, "a completion must have room for a token"
         assert all(prompts), "a prompt must have a token"
-        assert sampling.greedy or uniforms is not None, "draws are needed at a temperature above 0"
-        self.engine, self.prompts, self.uniforms, self.on_whole = engine, prompts, uniforms, on_whole
+        assert sampling.greedy or draws[0] is not None, "draws are needed at a temperature above 0"
+        self.engine, self.prompts, self.draws, self.on_whole = engine, prompts, draws, on_whole
         self.G, self.limit = G, T
         self.batch, self.slots = engine.prepare(prompts, sampling, interacts, batch_rows)
         order = range(len(prompts))  # the mixing weights of group b are those of slot b
@@ -170,10 +199,11 @@ class Decode:
         self.answers = deque()  # functions that wait for what the device was asked
         self.step, self.end = 0, 0  # by step `end` every row is finished
         rows = engine.rows
-        columns = (column[:, :T] for column in (rows.ids, rows.logp, rows.thinking, rows.input_change))
-        self.in_rows = Sequences(*columns, rows.ended, rows.t)
+        columns = (rows.ids, rows.logp, rows.thinking, rows.input_change, rows.scale)
+        columns += (rows.heard_ids, rows.heard_probs)
+        self.in_rows = Sequences(*(column[:, :T] for column in columns), rows.ended, rows.t)
         total = len(prompts) * G
-        first = (x[:, :CHUNK] if x.dim() == 2 else x for x in self.in_rows)
+        first = (x[:, :CHUNK] if x.dim() > 1 else x for x in self.in_rows)
         self.sequences = Sequences(*(x.new_zeros(total, *x.shape[1:]) for x in first))
 
     def run(self, interrupted=None):
@@ -188,8 +218,8 @@ class Decode:
         # What lies in a row after the end of its sequence is of an earlier one.
         after = torch.arange(out.ids.shape[1], device=device) >= out.t[:, None]
         out.ids.masked_fill_(after, self.engine.tables.pad_id)
-        for column in (out.logp, out.thinking, out.input_change):
-            column.masked_fill_(after, 0)
+        for column in (out.logp, out.thinking, out.input_change, out.scale, out.heard_ids, out.heard_probs):
+            column.masked_fill_(after if column.dim() == 2 else after[..., None], 0)
         return out
 
     def reassign_rows(self):
@@ -209,7 +239,7 @@ class Decode:
         source, target = (to_device(x, self.engine.device) for x in (rows, sequences))
         width = self.widen(max((self.step - self.assigned[row].begun for row in rows), default=0))
         for column, in_rows in zip(self.sequences, self.in_rows, strict=True):
-            column[target] = in_rows[source, :width] if column.dim() == 2 else in_rows[source]
+            column[target] = in_rows[source, :width] if column.dim() > 1 else in_rows[source]
         for row, sequence in zip(rows, sequences, strict=True):
             self.assigned[row] = None
             self.uncollected[sequence // self.G] -= 1
@@ -222,7 +252,7 @@ class Decode:
         width = self.sequences.ids.shape[1]
         more = min(self.limit, -(-longest // CHUNK) * CHUNK) - width
         if more > 0:
-            wider = (F.pad(x, (0, more)) if x.dim() == 2 else x for x in self.sequences)
+            wider = (widened(x, width + more, 0) if x.dim() > 1 else x for x in self.sequences)
             self.sequences, width = Sequences(*wider), width + more
         return width
 
@@ -243,10 +273,9 @@ class Decode:
         for row, (i, slot, path) in zip(free, paths, strict=False):
             new[row] = self.assigned[row] = Assignment(i * self.G + path, slot, path, self.step)
             self.finished[row] = False
-        uniforms = self.uniforms
-        if uniforms is not None:
-            uniforms = uniforms[[assignment.sequence for assignment in new.values()]]
-        self.engine.admit([self.prompts[i] for i in chosen], new, uniforms)
+        sequences = [assignment.sequence for assignment in new.values()]
+        draws = (None if of_rows is None else of_rows[sequences] for of_rows in self.draws)
+        self.engine.admit([self.prompts[i] for i in chosen], new, *draws)
         self.engine.find_paths(self.assigned)
         self.answers.clear()  # they are about the sequences that these rows had
         self.end = self.step + self.limit

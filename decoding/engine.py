@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 
 from decoding.any_model import PlainBackbone, UncachedBackbone, far_apart
+from decoding.controls import LIKELIEST, Strangers, directions, likeliest, mean_embedding
 from decoding.fast_model import CHUNK, FastBackbone, kernels, why_not
 from decoding.rollout import Sampling, to_device
 from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_logits
-from decoding.step import Rows, StepKind, by_group, mix_step, real_scores, sample_step
+from decoding.step import Rows, StepKind, by_group, control_step, mix_step, real_scores, sample_step
 from errors import SettingError
-from m3po_module import products
+from m3po_module import cosines, products, weights_from_similarity
 
 
 class Sizes(NamedTuple):
@@ -54,6 +55,8 @@ class Engine:
         self.model, self.tables, self.interaction = model, tables, interaction
         self.device, self.on_cuda = model.device, model.device.type == "cuda"
         self.fast, self.compiled = fast, compiled
+        self.unreal = (~tables.real).nonzero().flatten()  # ids that no token has
+        self.strangers = None  # whom paths hear in the place of their peers, in the control of this name
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, Sizes(), {}, 0.0
 
     def prepare(self, prompts, sampling, interacts, max_rows=None):
@@ -83,6 +86,16 @@ class Engine:
         if self.captures and self.kind not in self.graphs:
             self._capture(started)
         return batch, slots
+
+    def hear_strangers(self, strangers):
+        """Set the Strangers of the control of this name; captured steps go on where they fit into the old."""
+        new, old = Strangers(*(x.to(self.device) for x in (strangers.ids, strangers.lengths))), self.strangers
+        if old is not None and old.ids.shape == new.ids.shape:
+            old.ids.copy_(new.ids)
+            old.lengths.copy_(new.lengths)
+        else:
+            self.strangers = new
+            self.graphs = {kind: graphs for kind, graphs in self.graphs.items() if not kind.interacts}
 
     def choose_backbone(self):
         """Take the fastest path that gives what an uncached forward of the model gives; once is enough."""
@@ -176,13 +189,16 @@ class Engine:
         self.rows = self.row_of_path = self.mix = self.all_row_of_path = self.all_mix = None
         R, B, G, T = sizes.rows, sizes.groups, sizes.paths, sizes.new_tokens
         of_tokens = {"ids": torch.long, "thinking": torch.bool}
-        of_tokens |= dict.fromkeys(("logp", "input_change", "uniforms"), torch.float32)
+        of_tokens |= dict.fromkeys(("logp", "input_change", "scale", "uniforms"), torch.float32)
         of_rows = {"ended": torch.bool, "finished": torch.bool}
-        of_rows |= dict.fromkeys(("t", "state", "prompt_len", "slot", "path", "cache_row"), torch.long)
+        of_rows |= dict.fromkeys(("t", "state", "prompt_len", "slot", "path", "key", "cache_row"), torch.long)
         zeros = functools.partial(torch.zeros, device=self.device)
+        heard = (R, T + 1, LIKELIEST if self.interaction.control == "own" else 0)
         self.rows = Rows(
             **{name: zeros(R, T + 1, dtype=dtype) for name, dtype in of_tokens.items()},
             **{name: zeros(R, dtype=dtype) for name, dtype in of_rows.items()},
+            heard_ids=zeros(*heard, dtype=torch.long),
+            heard_probs=zeros(*heard, dtype=torch.float32),
             logits=zeros(R, self.backbone.width, dtype=self.backbone.logit_dtype),
         )
         self.all_row_of_path = zeros(B, G, dtype=torch.long)
@@ -203,7 +219,7 @@ class Engine:
         rows = self.rows
         torch.arange(len(rows.cache_row), out=rows.cache_row)
         self.earlier_mix = []
-        for tensor in (rows.t, rows.slot, rows.path, rows.input_change, self.mix):
+        for tensor in (rows.t, rows.slot, rows.path, rows.input_change, rows.scale, self.mix):
             tensor.zero_()
         rows.finished.fill_(True)
         self.temperature.fill_(sampling.temperature or 1.0)
@@ -231,8 +247,10 @@ class Engine:
         how = "compiled and captured" if self.compiled else "captured"
         say(f"decoder: {how} for {len(sizes)} numbers of rows up to {sizes[-1]}, {seconds:.1f} s")
 
-    def admit(self, prompts, assignments, uniforms):
-        """Begin sequences: {row: Assignment}, whole groups in the order of `prompts`; uniforms or None."""
+    def admit(self, prompts, assignments, uniforms, keys=None):
+        """Begin sequences: {row: Assignment}, whole groups in the order of `prompts`; uniforms and keys, or
+        None.
+        """
         rows, into = self.rows, to_device(list(assignments), self.device)
         sequences = list(assignments.values())
         G = len(sequences) // len(prompts)
@@ -244,6 +262,8 @@ class Engine:
         rows.path[into] = to_device([a.path for a in sequences], self.device)
         if uniforms is not None:
             rows.uniforms[into, : uniforms.shape[1]] = to_device(uniforms.float(), self.device)
+        if keys is not None:
+            rows.key[into] = to_device(keys, self.device)
         slots = [a.slot for a in sequences[::G]]
         self.backbone.prefill(prompts, slots, rows.logits, into, G)
 
@@ -317,11 +337,14 @@ class Engine:
 
     def _interact(self, embeds, rows, thinking, top):
         """The inputs (n, E) of paths that look at each other."""
-        similarity, real = self.interaction.similarity, self.tables.real
-        recorded = (thinking, self.row_of_path, rows, self.mix, self.interaction)
+        interaction, real = self.interaction, self.tables.real
+        similarity, recorded = interaction.similarity, (self.row_of_path, rows, self.mix, interaction)
         if self.captures and similarity == "distribution":
             alike = kernels.group_products(rows.logits, top, real, self.row_of_path, thinking)
-            return kernels.mix(embeds, alike, *recorded)
+            if interaction.control not in ("strangers", "own"):
+                return kernels.mix(embeds, alike, thinking, *recorded)
+            said = embeds, self._heard_instead(rows, embeds.shape[-1])
+            return kernels.mix_heard(said, alike, thinking, *recorded)
         if similarity == "distribution":
             # Probabilities up to a factor, which a cosine ignores.
             features = (real_scores(rows.logits, 1.0, real) - top[:, None]).exp()
@@ -329,7 +352,25 @@ class Engine:
             features = embeds
         else:
             features = torch.ones_like(embeds[:, :1])
-        return mix_step(embeds, products(by_group(features, self.row_of_path)), *recorded)
+        alike = products(by_group(features, self.row_of_path))
+        if not interaction.records_scale:
+            return mix_step(embeds, alike, thinking, *recorded)
+        thinks = by_group(thinking, self.row_of_path)
+        weights = weights_from_similarity(cosines(alike), thinks, interaction.temperature)
+        return control_step(embeds, self._heard_instead(rows, embeds.shape[-1]), weights, *recorded)
+
+    def _heard_instead(self, rows, width):
+        """What a control lets paths hear of each row in the place of its embedding, (n, E)."""
+        token = (rows.t - 1).clamp(min=0)
+        if self.interaction.control == "noise":
+            return directions(rows.key, token, width)
+        if self.interaction.control == "own":
+            ids, probs = likeliest(rows.logits, self.unreal)
+            at = token[:, None, None].expand(-1, 1, ids.shape[1])
+            rows.heard_ids.scatter_(1, at, ids[:, None])
+            rows.heard_probs.scatter_(1, at, probs[:, None])
+            return mean_embedding(self.backbone.embed(ids), probs)
+        return self.backbone.embed(self.strangers.tokens(rows.key, token))
 
 
 def sizes_up_to(n):

@@ -1,7 +1,8 @@
 """The Triton kernels of the decode step: attention, products of few rows, sampling, cosines, blending.
 
 Each has its twin in plain torch, with which a test compares it: `attend`, `into_attention` and
-`out_of_attention` in fast_model.py, `sample_step` and `mix_step` in step.py, `products` in m3po_module.py.
+`out_of_attention` in fast_model.py, `sample_step`, `mix_step` and `control_step` in step.py, `products` in
+m3po_module.py, `directions` in controls.py.
 Where a sum is cut into parts, they are always added in the same order, whichever is done last. Letters as in
 step.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
@@ -431,6 +432,30 @@ def group_products(logits, top, real, row_of_path, thinking):
 
 
 @triton.jit
+def _hashed(x):
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _sum_of_bytes(x):
+    pairs = (x & 0x00FF00FF00FF00FF) + ((x >> 8) & 0x00FF00FF00FF00FF)
+    return ((pairs * 0x0001000100010001) >> 48).to(tl.int32)
+
+
+@triton.jit
+def _noise(key, position, e, E):
+    """`directions` of controls.py: key and position (rows, 1), e (1, WIDTH) -> (rows, WIDTH)."""
+    seed, counter = _hashed(key.to(tl.uint64) ^ position.to(tl.uint64)), 2 * e.to(tl.uint64)
+    noise = _sum_of_bytes(_hashed(seed ^ counter)) + _sum_of_bytes(_hashed(seed ^ (counter + 1))) - 2040
+    noise = tl.where(e < E, noise, 0)
+    squares = tl.sum((noise * noise).to(tl.int64), 1)
+    return tl.div_rn(noise.to(tl.float32), tl.sqrt_rn(squares.to(tl.float32))[:, None])
+
+
+@triton.jit
 def _mix(
     parts_ptr,
     row_of_path,
@@ -439,6 +464,9 @@ def _mix(
     inputs,
     mix,
     input_change,
+    heard,
+    scales,
+    keys,
     n,
     T,
     columns,
@@ -450,6 +478,7 @@ def _mix(
     PATHS: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CONTROL: tl.constexpr,
 ):
     group = tl.program_id(0)
     path, other = tl.arange(0, SLOTS)[:, None], tl.arange(0, SLOTS)[None, :]
@@ -475,17 +504,52 @@ def _mix(
         weights = tl.where(allowed, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
         weights = weights / tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
         recorded = ((group * T + tl.max(tl.where(thinks, token, 0)) % T) * G + path) * G + other
-        tl.store(mix + recorded, weights, mask=(path < G) & (other < G))
         inside = here & (e < E)
         embed = tl.load(inputs + row * E + e, mask=inside, other=0.0)
-        blended = (1 - lambda_blend) * embed.to(tl.float32)
-        for j in range(0, G):
-            weight = tl.sum(tl.where(other == j, weights, 0.0), 1)[:, None]
-            peer_row = tl.load(row_of_path + group * G + j)
-            peer = tl.load(inputs + peer_row * E + e, mask=(e < E) & (peer_row < n), other=0.0).to(tl.float32)
-            blended += lambda_blend * weight * peer
-        new = tl.where(listens, blended.to(embed.dtype), embed)
         before = embed.to(tl.float32)
+        if CONTROL == "none":
+            blended = (1 - lambda_blend) * before
+            for j in range(0, G):
+                weight = tl.sum(tl.where(other == j, weights, 0.0), 1)[:, None]
+                peer_row = tl.load(row_of_path + group * G + j)
+                valid = (e < E) & (peer_row < n)
+                peer = tl.load(inputs + peer_row * E + e, mask=valid, other=0.0).to(tl.float32)
+                blended += lambda_blend * weight * peer
+        else:
+            mean = tl.where(allowed, 1.0, 0.0)
+            mean = mean / tl.maximum(tl.sum(mean, 1), 1.0)[:, None]
+            total = tl.sum(weights, 1)[:, None]
+            change, direction = -total * before, tl.zeros((SLOTS, WIDTH), tl.float32)
+            for j in range(0, G):
+                weight = tl.sum(tl.where(other == j, weights, 0.0), 1)[:, None]
+                peer_row = tl.load(row_of_path + group * G + j)
+                valid = (e < E) & (peer_row < n)
+                peer = tl.load(inputs + peer_row * E + e, mask=valid, other=0.0).to(tl.float32)
+                change += weight * peer
+                if CONTROL == "scaled_mean":
+                    direction += tl.sum(tl.where(other == j, mean, 0.0), 1)[:, None] * peer
+                if CONTROL == "strangers":
+                    stranger = tl.load(heard + peer_row * E + e, mask=valid, other=0.0).to(tl.float32)
+                    direction += weight * stranger
+            if CONTROL == "scaled_mean":
+                direction -= tl.sum(mean, 1)[:, None] * before
+            elif CONTROL == "strangers":
+                direction -= total * before
+            elif CONTROL == "own":
+                direction = tl.load(heard + row * E + e, mask=inside, other=0.0).to(tl.float32) - before
+            else:
+                direction = _noise(tl.load(keys + row, mask=here, other=0), token, e, E)
+            size, length = tl.sqrt(tl.sum(change * change, 1)), tl.sqrt(tl.sum(direction * direction, 1))
+            least = 1e-5 * tl.sqrt(tl.sum(before * before, 1))  # ROUNDING in controls.py
+            scale = tl.where(length > least, size / tl.maximum(length, 1e-30), 0.0)[:, None]
+            blended = before + lambda_blend * scale * direction
+            if CONTROL == "scaled_mean":
+                itself = tl.where((path == other) & listens, 1.0, 0.0)
+                weights = scale * mean + (1 - scale) * itself
+            else:
+                tl.store(scales + row * columns + token, scale, mask=here)
+        tl.store(mix + recorded, weights, mask=(path < G) & (other < G))
+        new = tl.where(listens, blended.to(embed.dtype), embed)
         moved = new.to(tl.float32) - before
         change = tl.sqrt(tl.sum(moved * moved, 1)) / tl.maximum(tl.sqrt(tl.sum(before * before, 1)), 1e-9)
         tl.debug_barrier()  # every input is read before one is written
@@ -493,6 +557,8 @@ def _mix(
         tl.store(input_change + row * columns + token, change[:, None], mask=here)
     else:
         tl.store(input_change + row * columns + token, tl.zeros((SLOTS, 1), tl.float32), mask=here)
+        if CONTROL != "none":
+            tl.store(scales + row * columns + token, tl.zeros((SLOTS, 1), tl.float32), mask=here)
 
 
 def mix(embeds, products, thinking, row_of_path, rows, mix, interaction):
@@ -500,8 +566,19 @@ def mix(embeds, products, thinking, row_of_path, rows, mix, interaction):
 
     products: what `group_products` gave.
     """
+    return mix_heard((embeds, embeds), products, thinking, row_of_path, rows, mix, interaction)
+
+
+def mix_heard(said, products, thinking, row_of_path, rows, mix, interaction):
+    """The same with what is heard of each row in a control: said is (embeds, heard), both (n, E).
+
+    Of `noise` nothing is read: it is made here, from rows.key.
+    """
+    embeds, heard = said
     (n, E), (B, G), (_, parts, lanes, _) = embeds.shape, row_of_path.shape, products.shape
     tensors = (products, row_of_path, thinking, rows.t, embeds, mix, rows.input_change)
+    tensors += (heard, rows.input_change if rows.scale is None else rows.scale)
+    tensors += (rows.t if rows.key is None else rows.key,)
     numbers = (
         n,
         mix.shape[1],
@@ -513,6 +590,7 @@ def mix(embeds, products, thinking, row_of_path, rows, mix, interaction):
     sizes = dict(
         G=G, SLOTS=triton.next_power_of_2(G), PATHS=lanes, PARTS=parts, WIDTH=triton.next_power_of_2(E)
     )
+    sizes["CONTROL"] = interaction.control
     _mix[(B,)](*tensors, *numbers, **sizes, num_warps=8)
     return embeds
 

@@ -8,19 +8,31 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from m3po_module import check_interaction
+from m3po_module import CONTROLS, SIMILARITIES, check_interaction
 
 
 @dataclass(frozen=True)
 class Interaction:
-    """How the paths of a group interact while they think; `lambda_blend` 0 is plain GRPO."""
+    """How the paths of a group interact while they think; `lambda_blend` 0 is plain GRPO.
+
+    control: what is heard in the place of the peers, see decoding/controls.py; "none" is M3PO.
+    """
 
     lambda_blend: float = 0.0
     temperature: float = 0.1
     similarity: str = "distribution"
+    control: str = "none"
 
     def __post_init__(self):
         check_interaction(self.lambda_blend, self.temperature)
+        for name, known in (("similarity", SIMILARITIES), ("control", CONTROLS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
+
+    @property
+    def records_scale(self):
+        """Whether what is heard is not a matter of weights over the paths alone."""
+        return self.control not in ("none", "scaled_mean")
 
 
 PLAIN_GRPO = Interaction()
@@ -66,6 +78,13 @@ class Rollout:
     mix: torch.Tensor | None = None
     lambda_blend: float = 0.0
     input_change: torch.Tensor | None = None  # (N, T) float32, |h - e| / |e|
+    # Of a control; where it records a scale, `mix` is what M3PO's own weights would have been.
+    control: str = "none"
+    scale: torch.Tensor | None = None  # (N, T) float32, how far inputs are moved in the control's direction
+    keys: torch.Tensor | None = None  # (N,) of the rows, from which their noise follows
+    # (N, T) what is heard in the place of each row's tokens, or (N, T, K) what it hears of its own
+    heard_ids: torch.Tensor | None = None
+    heard_probs: torch.Tensor | None = None  # (N, T, K) float32
 
     @property
     def lengths(self):
@@ -107,7 +126,9 @@ class Rollout:
         return joined([self, other], pad_id).groups(order)
 
 
-OF_ROWS = ("ids", "mask", "logp", "ended", "thinking", "input_change")  # tensors (N, ...) of a Rollout
+# tensors (N, ...) of a Rollout
+OF_ROWS = ("ids", "mask", "logp", "ended", "thinking", "input_change", "scale", "keys", "heard_ids")
+OF_ROWS += ("heard_probs",)
 
 
 def joined(rollouts, pad_id):
@@ -116,15 +137,15 @@ def joined(rollouts, pad_id):
 
     def column(name):
         values = [getattr(rollout, name) for rollout in rollouts]
-        if values[0] is None or name == "ended":
+        if values[0] is None or values[0].dim() == 1:
             return None if values[0] is None else torch.cat(values)
-        return torch.cat([_widened(value, width, pad_id if name == "ids" else 0) for value in values])
+        return torch.cat([widened(value, width, pad_id if name == "ids" else 0) for value in values])
 
     prompts = [prompt for rollout in rollouts for prompt in rollout.prompts]
     return replace(rollouts[0], prompts=prompts, **{name: column(name) for name in (*OF_ROWS, "mix")})
 
 
-def _widened(tensor, width, value):
+def widened(tensor, width, value):
     """Dimension 1, the tokens, padded to `width`."""
     gap = width - tensor.shape[1]
     return F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, gap), value=value)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from decoding.controls import controlled, scaled_mean_weights
 from decoding.tokens import IMPOSSIBLE, LOGIT_BLOCK
 from m3po_module import blend, cosines, weights_from_similarity
 
@@ -82,12 +83,15 @@ def keep_top(logits, top_k, top_p):
 
 
 class Rows(NamedTuple):
-    """What is known of the R rows. Column t of the first five belongs to completion token t."""
+    """What is known of the R rows. Column t of the first eight belongs to completion token t."""
 
     ids: torch.Tensor  # (R, T + 1)
     logp: torch.Tensor  # (R, T + 1)
     thinking: torch.Tensor  # (R, T + 1)
     input_change: torch.Tensor  # (R, T + 1)
+    scale: torch.Tensor  # (R, T + 1) of a control that records it
+    heard_ids: torch.Tensor  # (R, T + 1, K) in the control `own`, else K is 0
+    heard_probs: torch.Tensor  # (R, T + 1, K)
     uniforms: torch.Tensor  # (R, T + 1)
     t: torch.Tensor  # (R,) tokens sampled so far
     state: torch.Tensor  # (R,) of the automaton that looks for the end of thinking
@@ -96,6 +100,7 @@ class Rows(NamedTuple):
     prompt_len: torch.Tensor  # (R,)
     slot: torch.Tensor  # (R,) of its prompt, which is also the number of its group
     path: torch.Tensor  # (R,) its number within the group
+    key: torch.Tensor  # (R,) of a control's random numbers
     cache_row: torch.Tensor  # (R,) the row of the cache that holds its keys and values
     logits: torch.Tensor  # (R, W)
 
@@ -154,9 +159,25 @@ def mix_step(embeds, products, thinking, row_of_path, rows, mix, interaction):
     products (B, G, G) of what the paths are compared by. rows.input_change records how far the inputs moved,
     and mix (B, C, G, G) the weights of the latest C tokens: those of token t at t % C.
     """
-    similarity = cosines(products)
-    weights = weights_from_similarity(similarity, by_group(thinking, row_of_path), interaction.temperature)
-    blended = blend(by_group(embeds, row_of_path), weights, interaction.lambda_blend)
+    grouped, thinks = by_group(embeds, row_of_path), by_group(thinking, row_of_path)
+    weights = weights_from_similarity(cosines(products), thinks, interaction.temperature)
+    if interaction.control == "scaled_mean":
+        weights = scaled_mean_weights(grouped, weights, thinks)
+    blended = blend(grouped, weights, interaction.lambda_blend)
+    return _recorded(embeds, blended, weights, rows, mix)
+
+
+def control_step(embeds, heard, weights, row_of_path, rows, mix, interaction):
+    """The same in a control that records its scale: heard (n, E) of each row, weights (B, G, G) of M3PO."""
+    grouped, instead = by_group(embeds, row_of_path), by_group(heard, row_of_path)
+    moved, scale = controlled(interaction.control, grouped, instead, weights, None, interaction.lambda_blend)
+    token = (rows.t - 1).clamp(min=0)
+    rows.scale.scatter_(1, token[:, None], scale[rows.slot, rows.path][:, None])
+    return _recorded(embeds, moved, weights, rows, mix)
+
+
+def _recorded(embeds, blended, weights, rows, mix):
+    """The inputs (n, E) among those by group, recorded with their weights."""
     inputs = blended[rows.slot, rows.path]
     token, alone = (rows.t - 1).clamp(min=0), embeds.float()
     change = (inputs.float() - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-9)

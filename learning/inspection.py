@@ -17,9 +17,11 @@ from decoding.step import draw
 from errors import SettingError, is_out_of_memory
 from learning.log_probs import Scorer
 from learning.memory import free_memory, row_lengths
+from m3po_module import gate_measures
 
 # Tokens at once: several float32 tensors of (LOGITS_AT_ONCE, vocabulary) exist together.
 LOGITS_AT_ONCE, STATES_AT_ONCE = 256, 4096
+GATES_AT_ONCE = 2**15  # tokens, of which several float32 embeddings exist together
 
 
 @dataclass
@@ -85,9 +87,32 @@ def inspect_group(run, sampler, decoder, sampled, step):
         group = Group(rollout.mix[0].cpu(), rollout.thinking[:G].cpu(), rollout.input_change[:G].cpu())
         ids = [completion.ids for completion in sampled.completions[:G]]
         text = describe_interaction(_pieces(decoder, ids), _pieces(decoder, effect.alone), group, effect)
-        run.say(f"M3PO_DEBUG, step {step + 1}, first group: {text}")
+        instead = "" if rollout.control == "none" else f", of which m3po_control={rollout.control} is heard"
+        run.say(f"M3PO_DEBUG, step {step + 1}, first group{instead}: {text}")
         run.say(f"  to see every token: {run.folder / 'report.html'}")
     return effect
+
+
+@torch.no_grad()
+def gate_sums(sampler, rollout):
+    """Sums of `gate_measures` over the tokens where a path could choose, as lists of one number; nothing
+    where paths do not interact, or where M3PO's own weights are not recorded.
+
+    It must be called before the update: the sampler has the weights that sampled.
+    """
+    if rollout.mix is None or rollout.control == "scaled_mean":
+        return {}
+    (B, T, G, _), embed, sums = rollout.mix.shape, sampler.get_input_embeddings(), torch.zeros(4).double()
+    sums = sums.to(rollout.ids.device)
+    ids, thinking = (x.view(B, G, T).transpose(1, 2) for x in (rollout.ids, rollout.thinking))  # (B, T, G)
+    at_once = max(1, GATES_AT_ONCE // (T * G))
+    parts = (x.split(at_once) for x in (rollout.mix, thinking, ids))
+    for mix, thinks, said in zip(*parts, strict=True):
+        could_choose, *measures = gate_measures(mix, thinks, said, embed(said))
+        counted = [torch.where(could_choose, measure, 0.0).sum() for measure in measures]
+        sums += torch.stack([could_choose.sum(), *counted])
+    names = ("choosing", "gate_entropy", "gate_same_token", "gate_mean_cosine")
+    return {name: [number] for name, number in zip(names, sums.tolist(), strict=True)}  # device sync
 
 
 def _pieces(decoder, rows):

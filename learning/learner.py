@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from decoding.engine import say
 from errors import NoRoomError, is_out_of_memory
 from learning.log_probs import make_scorer
 from learning.memory import REMEDIES, TokenBudget, within_memory
@@ -108,7 +109,10 @@ class Learner:
 
 def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer."""
-    scorer = distribute(accelerator, make_scorer(policy, decoder.tables, config), config)
+    scorer = make_scorer(policy, decoder.tables, config)
+    if scorer.remark:
+        say(scorer.remark)
+    scorer = distribute(accelerator, scorer, config)
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
     is_fp16 = compute_dtype(config.precision, policy.device) == torch.float16

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
+from decoding.controls import controlled, directions, mean_embedding
 from decoding.rollout import to_device
 from decoding.self_test import probe_rollout
 from errors import one_line
@@ -50,6 +51,7 @@ class Scorer(nn.Module):
     def __init__(self, model, tables, dtype=torch.float32, chunk_tokens=4096, compiled=False):
         super().__init__()
         self.model, self.tables, self.chunk_tokens = model, tables, chunk_tokens
+        self.remark = None  # what there is to say of a slower way that it takes
         kind = model.device.type
         self.formulas = token_scores, logits_gradient
         if kind == "cuda" and head_kernels is not None:
@@ -135,10 +137,23 @@ class Scorer(nn.Module):
             return self._embed(rollout.ids[to_device(rows, device), :length])
         groups, index = torch.unique(rows // G, return_inverse=True)
         groups, index, path = (to_device(x, device) for x in (groups, index, rows % G))
-        # (g, length, G)
-        ids = rollout.ids.view(-1, G, rollout.ids.shape[1])[groups, :, :length].transpose(1, 2)
-        inputs = blend(self._embed(ids), rollout.mix[groups, :length], rollout.lambda_blend)
-        return inputs[index, :, path]
+
+        def of_paths(values):  # (N, T, ...) -> (g, length, G, ...)
+            return values.unflatten(0, (-1, G))[groups, :, :length].transpose(1, 2)
+
+        embeds = self._embed(of_paths(rollout.ids))
+        mix, share = rollout.mix[groups, :length], rollout.lambda_blend
+        if rollout.scale is None:
+            return blend(embeds, mix, share)[index, :, path]
+        if rollout.control == "noise":
+            keys = rollout.keys.view(-1, 1, G)[groups].expand(-1, length, -1)
+            heard = directions(keys, torch.arange(length, device=device)[:, None], embeds.shape[-1])
+        else:
+            heard = self._embed(of_paths(rollout.heard_ids))
+            if rollout.control == "own":
+                heard = mean_embedding(heard, of_paths(rollout.heard_probs))
+        scale = of_paths(rollout.scale)
+        return controlled(rollout.control, embeds, heard, mix, scale, share)[0][index, :, path]
 
     def _embed(self, ids):
         """The embedding module's output (Gemma scales it), in the dtype that the sampler has it in."""
@@ -168,23 +183,27 @@ def make_scorer(model, tables, config):
     Compiled on CUDA unless the settings say otherwise.
     """
     dtype = compute_dtype(config.precision, model.device)
-    pack_rows(Scorer(model, tables, dtype))
-    return Scorer(model, tables, dtype, compiled=config.torch_compile and model.device.type == "cuda")
+    remark = pack_rows(Scorer(model, tables, dtype))
+    scorer = Scorer(model, tables, dtype, compiled=config.torch_compile and model.device.type == "cuda")
+    scorer.remark = remark
+    return scorer
 
 
 def pack_rows(scorer):
-    """Let a scorer's model, in place, attend over packed rows, unless it then gives other states."""
+    """Let a scorer's model, in place, attend over packed rows, unless it then gives other states.
+
+    Returns what there is to say of it, or None.
+    """
     model, dtype = scorer.model, scorer.autocast["dtype"]
     whole = _probe_states(scorer)
-    attend_packed(model, dtype)
+    remark = attend_packed(model, dtype)
     if is_packed(model):
         try:
-            packed = _probe_states(scorer)
-            reason = "a packed forward gives other states" if far_apart(packed, whole) else None
+            if far_apart(_probe_states(scorer), whole):
+                remark = do_not_pack(model, "a packed forward gives other states")
         except Exception as error:  # the code of a hub's model may raise anything
-            reason = one_line(error)
-        if reason:
-            do_not_pack(model, reason)
+            remark = do_not_pack(model, one_line(error))
+    return remark
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def micro_batches(rollout, token_budget, rows=None, packed=False):
 
 
 class TokenBudget:
-    """How many tokens, with padding, go through the policy at once in the update.
+    """How many tokens, as `batch_tokens` counts them, go through the policy at once in the update.
 
     `tokens` is None until there is a rollout to try it on.
     """

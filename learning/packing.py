@@ -15,7 +15,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoding.any_model import known_family
-from decoding.engine import say
 from decoding.rollout import to_device
 
 # transformers makes no mask for a name that it does not know, and takes one with "flash" in it for its own
@@ -163,20 +162,21 @@ def is_packed(model):
 def attend_packed(model, dtype):
     """Let a model, in place, attend over packed rows, where it can; from then on it only scores rollouts.
 
-    `dtype`: of queries and keys.
+    `dtype`: of queries and keys. Returns what there is to say of it, or None.
     """
     if reason := why_not_packed(model):
         return do_not_pack(model, reason)
     reason = why_not_flash(model, dtype)
-    if reason and model.device.type == "cuda":
-        say(f"update: attention with a mask, which is slower than the flash kernel ({reason})")
     AttentionInterface.register(FLASH, packed_attention)
     AttentionInterface.register(MASKED, packed_attention)
     model.set_attn_implementation(MASKED if reason else FLASH)
+    if reason and model.device.type == "cuda":
+        return f"update: attention with a mask, which is slower than the flash kernel ({reason})"
+    return None
 
 
 def do_not_pack(model, reason):
-    """Leave rows whole, prompt and padding included, and say so."""
+    """Leave rows whole, prompt and padding included; returns what there is to say of it."""
     if is_packed(model):
         model.set_attn_implementation("sdpa")
-    say(f"update: each prompt goes through the model once a completion, not once a group ({reason})")
+    return f"update: each prompt goes through the model once a completion, not once a group ({reason})"

@@ -128,13 +128,16 @@ def _start(settings, warm_start):
 def _method(settings):
     if "num_generations" not in settings:
         return "supervised fine-tuning"
-    return "GRPO with M3PO" if settings.get("m3po_lambda") else "GRPO"
+    control = settings.get("m3po_control") or "none"
+    if not settings.get("m3po_lambda"):
+        return "GRPO"
+    return "GRPO with M3PO" if control == "none" else f"GRPO with M3PO's control `{control}`"
 
 
 def _tags(settings):
     if "num_generations" not in settings:
         return ["supervised"]
-    return ["grpo", "m3po"] if settings.get("m3po_lambda") else ["grpo"]
+    return ["grpo", "m3po"] if _method(settings) == "GRPO with M3PO" else ["grpo"]
 
 
 def _recipe_rows(settings, names):

@@ -11,7 +11,7 @@ import yaml
 
 from errors import SettingError, one_line
 
-FINISHED = "finished.json"
+FINISHED, STRANGERS = "finished.json", "strangers.jsonl"
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
 WEIGHT_FILES = (  # that transformers and peft would load from a folder
     "model.safetensors",

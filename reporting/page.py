@@ -31,11 +31,11 @@ MAX_EVALUATIONS = 12
 TEMPLATE = Path(__file__).with_name("page_template.html")
 
 OF_A_PATH = (
-    "generation reward rewards advantage right extracted length stop_condition think_end mix alone"
+    "generation reward rewards advantage right extracted length stop_condition think_end mix mix_dtype alone"
 ).split()
 SETTINGS = (
     "model dataset answer_format batch_size num_generations max_completion_length learning_rate beta "
-    "m3po_lambda m3po_temperature m3po_similarity seed"
+    "m3po_lambda m3po_temperature m3po_similarity m3po_control seed"
 ).split()
 TRENDS = {"reward": "reward", "correct": "right", "completion_length": "length", "truncated": "cut off",
           "kl": "KL", "perplexity": "perplexity", "frac_reward_zero_std": "groups without a signal",

@@ -141,14 +141,21 @@ def _draw_panels(folder, panels, columns, xlabel=None):
 
 
 @contextmanager
-def _figure(folder, name, rows, columns, size=(3.5, 2.3), **options):
-    """Axes (rows, columns) to draw on, then written to name.svg and name.png; `size` of a panel in inches."""
+def figure_of(rows, columns, size=(3.5, 2.3), **options):
+    """A figure and its axes (rows, columns), to draw on and save within; `size` of a panel in inches."""
     import matplotlib  # slow to load, and needed only where something is drawn
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        yield figure.subplots(rows, columns, squeeze=False, **options)
+        yield figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+@contextmanager
+def _figure(folder, name, rows, columns, size=(3.5, 2.3), **options):
+    """Axes (rows, columns) to draw on, then written to name.svg and name.png; see `figure_of`."""
+    with figure_of(rows, columns, size, **options) as (figure, axes):
+        yield axes
         for kind, metadata in (("svg", {"Date": None}), ("png", None)):
             part = Path(folder) / f"{name}.part.{kind}"
             figure.savefig(part, dpi=110, metadata=metadata)

@@ -5,6 +5,7 @@ import statistics
 from accelerate.utils import gather_object
 
 from answers.formats import extract_answer
+from decoding.controls import row_keys
 from decoding.rollout import Sampling, rollout_uniforms
 from learning.parallel import shard
 from rewards import right_answers
@@ -54,10 +55,13 @@ def complete_interacting(decoder, prompts, sampling, seed, indices=None, batch_r
     """
     G, T = sampling.num_generations, sampling.max_new_tokens
     indices = list(range(len(prompts)) if indices is None else indices)
-    uniforms = rollout_uniforms(seed, 0, 0, (max(indices, default=0) + 1) * G, T).view(-1, G, T)
+    rows = (max(indices, default=0) + 1) * G
+    uniforms = rollout_uniforms(seed, 0, 0, rows, T).view(-1, G, T)
+    keys = row_keys(seed, 0, 0, rows).view(-1, G)
     at_once = max(1, (batch_rows or 256) // G)
     for start in range(0, len(prompts), at_once):
-        batch, draws = indices[start : start + at_once], uniforms[indices[start : start + at_once]]
-        rollout = decoder.rollout(prompts[start : start + at_once], sampling, draws.flatten(0, 1))
+        batch = indices[start : start + at_once]
+        draws = uniforms[batch].flatten(0, 1), True, keys[batch].flatten()
+        rollout = decoder.rollout(prompts[start : start + at_once], sampling, *draws)
         completions = decoder.completions(rollout)
         yield from ((i, completions[n * G : (n + 1) * G]) for n, i in enumerate(batch))

@@ -129,7 +129,9 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
 
 
 def _token_record(tokenizer, rollout, n, ids):
-    """Tokens of row n, their texts and log-probs, and in M3PO the weights (length, G) in 1/255, as base64."""
+    """Tokens of row n, their texts and log-probs, and where it hears its peers the weights (length, G) as
+    base64: in 1/255 a byte each, or float16 where one may be negative or above 1.
+    """
     logps = rollout.logp[n, : len(ids)].tolist()
     record = {
         "tokens": ids,
@@ -137,10 +139,14 @@ def _token_record(tokenizer, rollout, n, ids):
         "logps": [round(logp, 4) if math.isfinite(logp) else None for logp in logps],  # JSON has no NaN
         "think_end": int(rollout.thinking[n].sum()),
     }
-    if rollout.mix is not None:
+    if rollout.mix is not None and rollout.scale is None:
         group, path = divmod(n, rollout.num_generations)
-        weights = (rollout.mix[group, : len(ids), path] * 255).round().to(torch.uint8).cpu().numpy()
-        record["mix"] = base64.b64encode(weights.tobytes()).decode()
+        weights = rollout.mix[group, : len(ids), path]
+        if rollout.control == "none":
+            weights = (weights * 255).round().to(torch.uint8)
+        else:
+            weights, record["mix_dtype"] = weights.half(), "float16"
+        record["mix"] = base64.b64encode(weights.cpu().numpy().tobytes()).decode()
     return record
 
 

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 
 from answers.formats import ANSWER_FORMATS
 from decoding.any_model import vocab_logits
+from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
@@ -191,8 +192,11 @@ def predicted_peak(config, learner, decoder, prompts, held_out=()):
         _begin(decoder, limit, lambda: decoder.complete(held_out, Sampling(limit)))
     sampling = Sampling(limit, G, config.temperature)
     uniforms = rollout_uniforms(config.seed, 0, 0, len(prompts) * G, limit)
-    _begin(decoder, limit, lambda: decoder.rollout(prompts, sampling, uniforms))
-    rollout = _made_up_rollout(decoder, prompts, sampling)
+    keys = row_keys(config.seed, 0, 0, len(prompts) * G)
+    if decoder.interaction.control == "strangers":
+        decoder.hear_strangers(Strangers.of(prompts, limit))
+    _begin(decoder, limit, lambda: decoder.rollout(prompts, sampling, uniforms, keys=keys))
+    rollout = _made_up_rollout(decoder, prompts, sampling, keys)
     trained = [p for p in learner.policy.parameters() if p.requires_grad]
     smallest, batches = min(trained, key=torch.Tensor.numel), []
 
@@ -235,13 +239,15 @@ def _begin(decoder, limit, decode):
     decoder.engine.backbone.grow(limit)
 
 
-def _made_up_rollout(decoder, prompts, sampling):
+def _made_up_rollout(decoder, prompts, sampling, keys):
     """A Rollout whose completions all reach the limit, of random ids."""
     G, T, N = sampling.num_generations, sampling.max_new_tokens, len(prompts) * sampling.num_generations
     device, lambda_blend = decoder.engine.device, decoder.interaction.lambda_blend
     interacts = lambda_blend > 0 and G > 1
     real = decoder.tables.real.nonzero().flatten()
     blank = torch.zeros(N, T, device=device)
+    control = decoder.interaction.control if interacts else "none"
+    heard = torch.zeros(N, T, LIKELIEST if control == "own" else 0, device=device)
     return Rollout(
         prompts=prompts,
         ids=real[torch.randint(len(real), (N, T), device=device)],
@@ -254,6 +260,8 @@ def _made_up_rollout(decoder, prompts, sampling):
         mix=torch.full((len(prompts), T, G, G), 1 / G, device=device) if interacts else None,
         lambda_blend=lambda_blend if interacts else 0.0,
         input_change=blank if interacts else None,
+        control=control,
+        **decoder.heard_instead(control, keys, blank, heard.long(), heard),
     )
 
 

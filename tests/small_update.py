@@ -40,11 +40,11 @@ class SmallUpdate:
     def has_weights(self, weights):
         return all(torch.equal(a, b) for a, b in zip(weights, self.policy.parameters(), strict=True))
 
-    def metrics(self, texts, right, rewards):
+    def metrics(self, texts, right, rewards, gate=None):
         """rollout_metrics of this rollout on the only process."""
         rewards = torch.tensor(rewards, dtype=torch.float64)
         sampled = SimpleNamespace(rollout=self.rollout, texts=texts, parts={"r": rewards.tolist()})
-        return grpo_train.rollout_metrics(SimpleNamespace(config=self.config), sampled, right, rewards)
+        return grpo_train.rollout_metrics(SimpleNamespace(config=self.config), sampled, right, rewards, gate)
 
 
 def small_update(tokenizer, prompts, lambda_blend=0.3, **settings):

@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from decoding.controls import Strangers, directions, row_keys
 from decoding.decoder import GroupDecoder
 from decoding.fast_model import LayerCache, attend, enter_norm, leave_norm, rms_norm
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
-from decoding.step import Rows, StepKind, by_group, mix_step, sample_step
+from decoding.step import Rows, StepKind, by_group, control_step, mix_step, sample_step
 from grpo_train import Config, update
 from learning import log_probs
 from learning.learner import make_learner
 from learning.log_probs import Head, Scorer, make_scorer
 from learning.models import refresh
 from learning.packing import is_packed, pack, packed_attention
-from m3po_module import cosines, products
+from m3po_module import cosines, products, weights_from_similarity
 from running.preflight import predicted_peak
 from small_models import build_model
 
@@ -511,6 +512,85 @@ def test_the_kernel_that_blends_equals_plain_torch():
     assert torch.allclose(made[0][2][used], made[1][2][used], atol=1e-5)
     assert (made[0][1].sum(-1) > 0).sum() >= 6
     assert not torch.equal(made[0][0], embeds)
+
+
+@pytest.mark.parametrize("control", ["scaled_mean", "noise", "strangers", "own"])
+def test_the_kernel_of_a_control_gives_what_plain_torch_does(control):
+    from decoding import kernels
+
+    B, G, E = 3, 5, 48
+    torch.manual_seed(0)
+    n = B * G
+    row_of_path = torch.randperm(n, device="cuda").view(B, G)
+    row_of_path[1, 2] = n
+    thinking = torch.rand(n, device="cuda") < 0.8
+    thinking[row_of_path[0, :3]] = True
+    logits, real = 2 * torch.randn(n, 512, device="cuda"), torch.ones(512, dtype=torch.bool, device="cuda")
+    embeds, heard = torch.randn(2, n, E, device="cuda")
+    slot, path = torch.zeros(2, n, dtype=torch.long, device="cuda")
+    for b, g in (row_of_path < n).nonzero().tolist():
+        slot[row_of_path[b, g]], path[row_of_path[b, g]] = b, g
+    made, interaction = [], Interaction(0.2, 0.3, control=control)
+    for kernel in (True, False):
+        mix, (change, scale) = torch.zeros(B, 7, G, G, device="cuda"), torch.zeros(2, n, 8, device="cuda")
+        rows = Rows(*[None] * len(Rows._fields))._replace(
+            input_change=change,
+            scale=scale,
+            t=torch.full((n,), 3, device="cuda"),
+            slot=slot,
+            path=path,
+            key=row_keys(0, 0, 0, n).cuda(),
+        )
+        recorded = (row_of_path, rows, mix, interaction)
+        alike = products(by_group(logits.softmax(-1), row_of_path))
+        if kernel:
+            parts = kernels.group_products(logits, logits.amax(-1), real, row_of_path, thinking)
+            inputs = kernels.mix_heard((embeds.clone(), heard), parts, thinking, *recorded)
+        elif control == "scaled_mean":
+            inputs = mix_step(embeds, alike, thinking, *recorded)
+        else:
+            weights = weights_from_similarity(cosines(alike), by_group(thinking, row_of_path), 0.3)
+            instead = directions(rows.key, rows.t - 1, E) if control == "noise" else heard
+            inputs = control_step(embeds, instead, weights, *recorded)
+        made.append((inputs, mix, change, scale))
+    used = row_of_path[row_of_path < n]
+    for n_th, (ours, theirs) in enumerate(zip(*made, strict=True)):
+        ours, theirs = (x if n_th == 1 else x[used] for x in (ours, theirs))
+        assert torch.allclose(ours, theirs, atol=1e-4)
+    assert not torch.equal(made[0][0], embeds)
+
+
+def test_noise_is_the_same_on_the_card_to_the_bit():
+    keys, positions = row_keys(1, 2, 0, 300)[:, None], torch.arange(20)
+    on_card = directions(keys.cuda(), positions.cuda(), 96)
+    assert torch.equal(on_card.cpu(), directions(keys, positions, 96))
+
+
+@pytest.mark.parametrize("control", ["scaled_mean", "noise", "strangers", "own"])
+@torch.no_grad()
+def test_a_control_in_captured_steps_is_that_of_plain_ones_and_is_scored_as_it_was_sampled(
+    control, tokenizer, prompts
+):
+    model = build_model("llama", tokenizer).cuda()
+
+    def rollout(**how):
+        decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3, control=control), **how)
+        decoder.hear_strangers(Strangers.of([[7, 8, 9], [20, 21], [30] * 9], 32))
+        made = []
+        N = 4 * len(prompts)
+        for _ in range(2):  # the second call replays what the first captured
+            draws = dict(uniforms=rollout_uniforms(0, 0, 0, N, T), keys=row_keys(0, 0, 0, N))
+            made.append(decoder.rollout(prompts, Sampling(T, 4, 1.0), **draws))
+        assert torch.equal(made[0].ids, made[1].ids)
+        return decoder, made[1]
+
+    decoder, fast = rollout(compiled=False)
+    _, plain = rollout(fast=False)
+    assert (fast.ids == plain.ids).float().mean() > 0.99, "an edge of the distribution may move a draw"
+    same = (fast.ids == plain.ids).view(len(prompts), -1).all(-1)
+    assert torch.allclose(fast.mix[same], plain.mix[same], atol=1e-3)
+    logp, _ = Scorer(model, decoder.tables)(fast, list(range(len(fast.ids))))
+    assert torch.allclose(logp, fast.logp, atol=1e-3)
 
 
 def test_the_predicted_peak_is_within_a_tenth_of_that_of_steps_that_reach_the_limit(

@@ -10,9 +10,21 @@ import grpo_train
 import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
-from grpo_train import Config, all_equal, group_advantages, grpo_loss, k3_divergence, token_weights
+from errors import SettingError
+from grpo_train import (
+    Config,
+    all_equal,
+    group_advantages,
+    grpo_loss,
+    k3_divergence,
+    listeners_credit,
+    token_advantages,
+    token_weights,
+)
+from learning.inspection import gate_sums
 from learning.log_probs import Scorer
 from problems.problem import EncodedProblem
+from running.parsing import parse_config
 from running.settings import names_with
 from small_models import build_model
 from small_update import small_update
@@ -271,6 +283,91 @@ def test_the_upper_edge_of_the_clipping_is_its_own_setting(tokenizer, prompts):
     assert found[1]["clip_high"] == 0 < found[1]["clip_low"]
 
 
+def test_the_credit_of_listeners_by_hand():
+    """Path 0 hears path 1 alone, path 1 the two others alike, and path 2 path 0."""
+    mix = torch.tensor([[0, 1.0, 0], [0.5, 0, 0.5], [1, 0, 0]])[None, None]
+    credit = listeners_credit(mix, torch.tensor([3.0, -1, -2]))
+    assert credit.flatten().tolist() == [-0.5 - 2 + 1.5 * 3 / 2, 3 - 1 / 2, -0.5 - 0.5 * 2 / 2]
+    assert not listeners_credit(torch.zeros(1, 4, 3, 3), torch.tensor([3.0, -1, -2])).any(), "nobody listens"
+
+
+def test_paths_that_all_hear_each_other_alike_give_no_credit_at_all():
+    """Two groups of five paths, three tokens: exactly 0, since the advantages of a group sum to 0."""
+    alike = (1 - torch.eye(5)).div(4).expand(2, 3, 5, 5)
+    assert not listeners_credit(alike, torch.tensor([4.0, -1, -1, -1, -1, 0.5, 0.5, -3, 1, 1])).any()
+    rewards = torch.randn(10, generator=torch.Generator().manual_seed(0)).double()
+    assert listeners_credit(alike, group_advantages(rewards, 5)).abs().max() < 1e-6
+
+
+def test_without_credit_the_update_is_grpos_to_the_bit(tokenizer, prompts):
+    """Also where an advantage of each token is the same number T times."""
+    small = small_update(tokenizer, prompts)
+    advantages = small.advantages
+    assert token_advantages(small.rollout, advantages, 0.0) is advantages
+    logp, old_logp, weights = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(0))
+    by_row = grpo_loss(logp, old_logp, advantages, weights.abs(), CLIP)
+    by_token = grpo_loss(logp, old_logp, advantages[:, None].expand(20, 16), weights.abs(), CLIP)
+    assert torch.equal(by_row[0], by_token[0])
+    assert "credit_size" not in small.update()
+
+
+def test_a_row_whose_own_advantage_is_0_pulls_by_what_its_listeners_earn(tokenizer, prompts):
+    """With beta 0 rows without an advantage are left out of the update; groups without a signal still are."""
+    small = small_update(tokenizer, prompts, m3po_credit=2.0, loss_type="dapo")
+    advantages = torch.tensor([0.0, 2, -2, 0] * 4 + [0.0] * 4)
+    rollout, policy = small.rollout, small.policy
+    mix, in_tokens = rollout.mix, advantages[:, None].repeat(1, 16)
+    for n in range(20):  # by the letter
+        b, i, group = n // 4, n % 4, advantages[n - n % 4 : n - n % 4 + 4]
+        for t in range(16):
+            m = sum(float(mix[b, t, j, i]) for j in range(4))
+            earned = sum(float(mix[b, t, j, i] * group[j]) for j in range(4))
+            in_tokens[n, t] += 2 * (earned + m * float(group[i]) / 3)
+    logp, _ = Scorer(policy, small.learner.scorer.tables)(rollout, list(range(20)))
+    loss = -(torch.exp(logp - logp.detach()) * in_tokens * rollout.mask).sum() / rollout.mask.sum()
+    gradients = torch.autograd.grad(loss, list(policy.parameters()))
+    metrics = small.update(advantages)
+    assert metrics["grad_norm"] == pytest.approx(
+        float(torch.stack([g.norm() for g in gradients]).norm()), rel=1e-4
+    )
+    pulls = (in_tokens * rollout.mask != 0).any(-1)
+    assert metrics["scored_completions"] == int(pulls.sum())
+    assert (advantages != 0).sum() < pulls.sum() <= 16
+    own = (advantages[:, None].abs() * rollout.mask).sum()
+    added = ((in_tokens - advantages[:, None]).abs() * rollout.mask).sum()
+    assert metrics["credit_size"] == pytest.approx(float(added / own), rel=1e-5)
+    assert small_update(tokenizer, prompts, m3po_credit=2.0).update(0 * advantages)["skipped"]
+
+
+def test_plain_scoring_scores_the_ids_alone(tokenizer, prompts):
+    """What the published scripts do: another policy than the one that sampled, and the log shows it."""
+    small = small_update(tokenizer, prompts, m3po_scoring="plain", beta=0.1)
+    mix, small.rollout.mix = small.rollout.mix, None
+    with torch.no_grad():
+        logp, _ = Scorer(small.policy, small.learner.scorer.tables)(small.rollout, list(range(20)))
+    wanted = (logp - small.rollout.logp).abs()[small.rollout.mask].mean()
+    small.rollout.mix = mix
+    assert small.update()["logp_diff"] == pytest.approx(float(wanted), rel=1e-4)
+    assert wanted > 0.01
+    assert small.rollout.mix is mix, "what is logged of the rollout stays"
+    assert small_update(tokenizer, prompts, beta=0.1).update()["logp_diff"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--m3po_lambda 0 --m3po_scoring plain", "m3po_scoring='plain'.*no effect with m3po_lambda=0"),
+        ("--m3po_lambda 0 --m3po_credit 1", "m3po_credit=1.0.*no effect with m3po_lambda=0"),
+        ("--m3po_control noise --m3po_credit 1", "m3po_credit=1.0.*no effect with m3po_control='noise'"),
+        ("--m3po_credit -1", "m3po_credit=-1.0: must be finite and not negative"),
+        ("--m3po_scoring ids", "m3po_scoring='ids': must be one of blended, plain"),
+    ],
+)
+def test_what_would_not_change_what_is_learnt_is_refused(flags, why):
+    with pytest.raises(SettingError, match=why):
+        parse_config(Config, flags.split())
+
+
 def test_reward_weights_are_those_of_the_settings():
     pairs = grpo_train.chosen_rewards(Config(reward_weights=[0.5, 3.0]))
     assert [weight for _, weight in pairs] == [0.5, 3.0]
@@ -327,6 +424,47 @@ def test_the_change_of_inputs_is_a_mean_over_all_processes_however_few_have_list
     monkeypatch.setattr(grpo_train, "gather_object", two)
     metrics = small.metrics(["a"] * 8, [True] * 8, [float(i) for i in range(8)])
     assert metrics["input_change"] == pytest.approx(0.25)
+
+
+def test_how_much_the_gate_chooses_is_a_mean_over_tokens_with_which_a_path_could(
+    tokenizer, prompts, monkeypatch
+):
+    """Over all processes; null where no path could, as in groups of two."""
+    small = small_update(tokenizer, prompts)
+    sums, rollout = gate_sums(small.policy, small.rollout), small.rollout
+    count, values = 0, torch.zeros(3, dtype=torch.double)
+    embeds = small.policy.get_input_embeddings()(rollout.ids)
+    for n in range(20):
+        group, i = slice(n // 4 * 4, n // 4 * 4 + 4), n % 4
+        for t in range(rollout.ids.shape[1]):
+            w = rollout.mix[n // 4, t, i]
+            peers = [j for j in range(4) if j != i and rollout.thinking[group][j, t]]
+            if rollout.thinking[n, t] and len(peers) >= 2 and w.any():
+                e, count = embeds[group, t], count + 1
+                values[0] += float(-(w[peers] * w[peers].log()).sum()) / math.log(len(peers))
+                values[1] += sum(float(w[j]) for j in peers if rollout.ids[group][j, t] == rollout.ids[n, t])
+                values[2] += float(torch.cosine_similarity(w @ e, e[peers].mean(0), dim=0))
+    assert count > 20
+    assert sums["choosing"] == [count]
+    names = ("gate_entropy", "gate_same_token", "gate_mean_cosine")
+    assert [sums[name][0] for name in names] == pytest.approx(values.tolist(), rel=1e-4)
+    monkeypatch.setattr("learning.inspection.GATES_AT_ONCE", 1)
+    assert gate_sums(small.policy, rollout)["gate_entropy"] == pytest.approx(sums["gate_entropy"])
+    other = {name: [value[0] * 3] for name, value in sums.items()} | {"gate_entropy": [0.0]}
+    monkeypatch.setattr(grpo_train, "gather_object", lambda x: [x[0], {**x[0], **other}])
+    how = (["a"] * 20, [True] * 20, [float(i) for i in range(20)])
+    metrics = small.metrics(*how, sums)
+    assert metrics["gate_entropy"] == pytest.approx(float(values[0]) / (4 * count), rel=1e-4)
+    assert metrics["gate_same_token"] == pytest.approx(float(values[1]) / count, rel=1e-4)
+    rollout.thinking[:] = False
+    none = gate_sums(small.policy, rollout)
+    other.update({name: [0.0] for name in sums})
+    assert all(math.isnan(small.metrics(*how, none)[name]) for name in names)
+    rollout.control = "scaled_mean"
+    assert gate_sums(small.policy, rollout) == {}, "its weights are no gate's"
+    rollout.mix, rollout.control = None, "none"
+    assert gate_sums(small.policy, rollout) == {}
+    assert "gate_entropy" not in small.metrics(*how, {})
 
 
 def test_with_kl_a_step_without_signal_still_pulls_to_the_reference(tokenizer, prompts):

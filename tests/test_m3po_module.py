@@ -11,6 +11,7 @@ from m3po_module import (
     apply_cross_path_interaction_batch,
     blend,
     cross_path_weights,
+    gate_measures,
     products,
     weights_from_similarity,
 )
@@ -120,3 +121,23 @@ def test_a_temperature_that_is_no_softmax_is_refused(temperature):
         Interaction(0.1, temperature)
     with pytest.raises(ValueError, match=r"lambda_blend=1\.5: must be between 0 and 1"):
         apply_cross_path_interaction_batch(embeds, 2, lambda_blend=1.5)
+
+
+def test_how_the_weights_choose_by_hand():
+    """Path 0 gives 3/4 to the peer that said its own token; path 1 hears its two peers alike; the last path
+    has ended, and beside one peer alone nobody can choose.
+    """
+    embeds = torch.tensor([[[1.0, 0], [1, 0], [0, 2], [5, 5]]])
+    ids, thinking = torch.tensor([[7, 7, 8, 7]]), torch.tensor([[True, True, True, False]])
+    weights = torch.tensor([[[0, 0.75, 0.25, 0], [0.5, 0, 0.5, 0], [0, 1, 0, 0], [0, 0, 0, 0]]])
+    could_choose, entropy, same, cosine = gate_measures(weights, thinking, ids, embeds)
+    assert could_choose.tolist() == [[True, True, True, False]]
+    bits = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
+    assert entropy[0, :3].tolist() == pytest.approx([bits, 1, 0])
+    assert same[0, :3].tolist() == [0.75, 0.5, 0]
+    # (0.75, 0.5) beside the mean (0.5, 1) of paths 1 and 2
+    near = (0.375 + 0.5) / (math.hypot(0.75, 0.5) * math.hypot(0.5, 1))
+    assert cosine[0, :3].tolist() == pytest.approx([near, 1, 1])
+    thinking[0, 2] = False
+    assert not gate_measures(weights, thinking, ids, embeds)[0].any()
+    assert not gate_measures(torch.zeros(1, 4, 4), torch.ones(1, 4).bool(), ids, embeds)[0].any(), "not mixed"

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from tokenizers import Tokenizer, decoders, models
@@ -480,4 +481,20 @@ def test_a_group_of_64_paths_that_all_hear_each_other_sets_a_colour_for_each_pai
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
     tab = open_in(browser, write_report(tmp_path), groups=1, script=COUNT_COLOURS)
     assert size * size <= tab.evaluate("window.coloursSet") <= size * (size + 1), "and one for the bar"
+    tab.close()
+
+
+def test_weights_of_a_control_that_are_negative_or_above_1_are_shown(browser, tmp_path):
+    """They are float16; the bytes of older runs are read as before."""
+    weights = np.zeros((LENGTH, G), dtype=np.float16)
+    weights[:-1, :2] = -0.25, 1.25
+    mix = base64.b64encode(weights.tobytes()).decode()
+    rows = [a_rollout(1, g, True) | dict(mix=mix, mix_dtype="float16") for g in range(G)]
+    write_lines(tmp_path / "rollouts.jsonl", rows)
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 1.0, "train_seconds": 1.0}])
+    tab = open_in(browser, write_report(tmp_path), groups=1)
+    tab.locator(".text span[data-t]").nth(1).click()
+    heard = tab.locator("#detail .now .weight").all_inner_texts()
+    assert "1.25" in heard[0]
+    assert "-0.25" in heard[1]
     tab.close()
