@@ -34,6 +34,7 @@ import sft_train
 from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError, one_line
 from problems.prompts import problems_of
 from reporting.files import FINISHED, MODEL_FILES, read_metrics, read_run_config
+from reporting.study import told, write_study
 from running.answering import Questions, RunOfStudy, load_questions
 from running.checkpoint import checkpoints, damage
 from running.contract import finished_steps, model_fingerprint
@@ -85,7 +86,7 @@ class Bench:
             return None
         left = (self.end - time.monotonic()) / 60
         if left <= 0:
-            say("the time is over: the same command goes on")
+            say("the time is over")
             sys.exit(128 + signal.SIGTERM)
         return left
 
@@ -278,13 +279,10 @@ def make_all(bench, cards):
 
 
 def write_results(folder):
-    """study.json and study.html, and look.json where it is time for it."""
-    try:
-        from reporting.study import write_study
-    except ModuleNotFoundError:
-        say("study.html is not written: reporting/study.py is missing")
-        return
-    write_study(folder)
+    """Write study.json and study.html, and look.json where it is time for it, and say what came out."""
+    for line in told(write_study(folder)):
+        say(line)
+    say(f"look at {folder / 'study.html'}")
 
 
 def run_on_cards(bench, cards):
@@ -390,7 +388,11 @@ def main():
         return refuse_little_disk(study, sum(needed))
     refuse_little_disk(study, sum(needed))
     begin(study, options.resume_anyway)
-    make_all(bench, cards)
+    try:
+        make_all(bench, cards)
+    except SystemExit:  # a run that was told to stop has saved what is finished
+        say("the same command goes on")
+        raise
 
 
 if __name__ == "__main__":

@@ -428,7 +428,8 @@ def run_main(main):
         if error.errno == errno.EPIPE:
             sys.stdout = open(os.devnull, "w")  # a buffered rest would raise once more when Python exits
         what = error.filename or UNWRITABLE[error.errno]
-        how = "the same --name" if Path(sys.argv[0]).stem == "grpo_eval" else "--resume true"
+        again = {"grpo_eval": "the same --name", "grpo_study": "the same command"}
+        how = again.get(Path(sys.argv[0]).stem, "--resume true")
         _exit(f"{what}: {error.strerror}; go on with {how} when it can be written to again", 1)
     except RuntimeError as error:
         _explain_torch_error(error)

@@ -238,6 +238,17 @@ def test_votes_are_numbered_in_the_order_in_which_they_appear():
     assert numbered(["b", None, ("right",), "b"]) == [0, None, 1, 0]
 
 
+def test_answers_after_the_step_that_a_run_goes_on_from_are_asked_again(tmp_path):
+    run = RunOfStudy(tmp_path, 0, None, None, [])
+    for name in ("a-2", "a-10", "b-3"):
+        write_whole(tmp_path / f"{name}.json.gz", "")
+    (tmp_path / "answers").mkdir()
+    for path in tmp_path.glob("*.gz"):
+        path.rename(tmp_path / "answers" / path.name)
+    run.forget_after(3)
+    assert {path.name for path in (tmp_path / "answers").iterdir()} == {"a-2.json.gz", "b-3.json.gz"}
+
+
 # Interruptions, with a training that only pretends
 
 
