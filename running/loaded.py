@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from decoding.decoder import GroupDecoder
 from learning.memory import free_memory
 from learning.models import load_models, load_policy, load_tokenizer, refresh
-from learning.packing import is_packed
 from problems.prompts import prepare_problems
 from reporting.files import MODEL_FILES, WEIGHT_FILES, sha256_of
 from running.settings import TrainConfig, names_with
@@ -51,8 +50,7 @@ class Loaded:
     def _begin_again(self, config, start, tokenizer, device):
         """Give the models the weights of a start model; False where that cannot be done in place."""
         policy, *copies = self.models
-        for model in filter(None, self.models):
-            undo_scoring(model)
+        keep_activations(policy)
         if config.lora_r:  # its adapters are drawn anew
             policy = load_policy(config, start, tokenizer, device)
         elif not overwrite(policy, start):
@@ -116,10 +114,8 @@ def overwrite(policy, folder):
     return True
 
 
-def undo_scoring(model):
-    """Leave a model, in place, as it was loaded: without packed rows, and with all activations kept."""
-    if is_packed(model):
-        model.set_attn_implementation("sdpa")
-    if model.supports_gradient_checkpointing:
+def keep_activations(model):
+    """Switch gradient checkpointing off, in place: memory may have been short in an earlier run only."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         disable = getattr(model, "activation_checkpointing_disable", None)
         (disable or model.gradient_checkpointing_disable)()  # its older name

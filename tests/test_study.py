@@ -24,7 +24,6 @@ from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingEr
 from grpo_study import Bench, Options, main, make_all, parse
 from learning.log_probs import make_scorer
 from learning.models import load_models, load_tokenizer
-from learning.packing import is_packed
 from reporting.files import write_whole
 from running.answering import RunOfStudy, accuracy, graded, load_questions, numbered
 from running.loaded import Loaded
@@ -566,7 +565,6 @@ def test_models_that_are_there_get_the_weights_of_the_next_start(warm, tmp_path)
     for model, fresh in zip(second, load_models(config, other, tokenizer, device), strict=True):
         assert model.training == fresh.training
         assert model.is_gradient_checkpointing == fresh.is_gradient_checkpointing
-        assert is_packed(model) == is_packed(fresh)
         for (name, ours), theirs in zip(model.named_parameters(), fresh.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
             assert ours.requires_grad == theirs.requires_grad
