@@ -55,6 +55,14 @@ class RunError(RuntimeError):
     status = 1
 
 
+class NotFiniteError(RunError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+class NoRoomError(RunError):
+    """Memory or disk did not suffice: on another machine, or later, the same run may go on."""
+
+
 class RewardError(RuntimeError):
     """A reward function raised, or returned something that cannot be trained on: the line names it."""
 

@@ -33,9 +33,8 @@ from tqdm import tqdm
 
 from answers.formats import ANSWER_FORMATS, extract_answer
 from answers.numbers import last_number, parse_number
-from decoding.controls import row_keys
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling, rollout_uniforms
+from decoding.rollout import Interaction, Sampling
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
 from errors import SettingError
@@ -57,6 +56,7 @@ from reporting.evaluation import forget_answers, skipped_record, summarise, told
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, equal_by_meaning, right_answers
+from running.evaluation import complete_interacting
 from running.folder import lock_folder
 from running.launching import (
     end_with_parent,
@@ -401,18 +401,10 @@ class LocalModel:
 
     def ask_interacting(self, indices, keep):
         """The same with the samples of a question as paths that interact, from the single paths' draws."""
-        config, G, T = self.config, self.config.num_samples, self.config.max_completion_length
-        at_once = max(1, (config.batch_size or 256) // G)
-        uniforms = rollout_uniforms(config.seed, 0, 0, len(self.questions) * G, T)
-        uniforms = uniforms.view(len(self.questions), G, T)
-        keys = row_keys(config.seed, 0, 0, len(self.questions) * G).view(-1, G)
-        for start in range(0, len(indices), at_once):
-            batch = indices[start : start + at_once]
-            prompts, draws = [self.questions[i].ids for i in batch], uniforms[batch].flatten(0, 1)
-            rollout = self.decoder.rollout(prompts, config.sampling, draws, keys=keys[batch].flatten())
-            completions = self.decoder.completions(rollout)
-            for n, i in enumerate(batch):
-                keep(i, self._answers(i, completions[n * G : (n + 1) * G]))
+        prompts, config = [self.questions[i].ids for i in indices], self.config
+        how = config.sampling, config.seed, indices, config.batch_size
+        for i, completions in complete_interacting(self.decoder, prompts, *how):
+            keep(i, self._answers(i, completions))
 
 
 def answers_of(completions):

@@ -24,17 +24,16 @@ from accelerate.utils import gather_object
 
 from answers.formats import ANSWER_FORMATS
 from decoding.controls import row_keys
-from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
 from errors import RewardError, SettingError
 from learning.inspection import debug_every, gate_sums, inspect_group
 from learning.learner import make_learner
 from learning.memory import peak_gib
-from learning.models import check_positions, load_models, load_tokenizer, refresh
+from learning.models import check_positions, refresh
 from learning.parallel import max_over_processes, together
 from m3po_module import CONTROLS, SIMILARITIES
-from problems.prompts import Prompting, prepare_problems
+from problems.prompts import Prompting
 from rewards import (
     REWARD_SETS,
     RewardLog,
@@ -49,6 +48,7 @@ from running import preflight
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
+from running.loaded import Loaded
 from running.log import log_rollouts
 from running.parsing import run_main
 from running.progress import next_problems, steps_to_do, trainer_state
@@ -279,26 +279,26 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None, problems=None):
-    """Run a training; (function, weight) pairs and Problems given here replace those of the settings."""
+def train(config, reward_functions=None, problems=None, study=None):
+    """Run a training; (function, weight) pairs and Problems given here replace those of the settings.
+
+    study: the RunOfStudy whose training this is: it has models loaded, and asks its questions at its steps.
+    """
     if problems is not None and config.warm_start != "none":
         remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
         raise SettingError("warm_start", config.warm_start, remedy)
     with Run(config, SHOWN) as run:  # processes and signals; one that is told to stop writes a checkpoint
         reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
+        loaded = study.loaded if study else Loaded()
         with together():  # where one process cannot load them, all end with its line
-            tokenizer = load_tokenizer(start, config.trust_remote_code)
-            problems, held_out, skipped = prepare_problems(config, tokenizer, problems=problems)
+            tokenizer, (problems, held_out, skipped) = loaded.read(config, start, problems)
             check_rewards(config, reward_functions, problems[0].problem)
-            policy, sampler, reference = load_models(config, start, tokenizer, run.device)
+            policy, sampler, reference = loaded.load(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
             check_positions(policy, problems + held_out, config)
         refuse_other_start(config, problems + held_out, sampler)
-        decoder = GroupDecoder(
-            sampler, tokenizer, config.think_end, config.interaction, compiled=config.torch_compile
-        )
-        decoder.choose_path()  # fast, plain or uncached: the first that gives what an uncached forward does
+        decoder = loaded.decode_with(config, sampler, tokenizer)
         steps = steps_to_do(config, len(problems))  # of one outer iteration
         total = steps * config.outer_iterations
         learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)
@@ -308,6 +308,8 @@ def train(config, reward_functions=None, problems=None):
         hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
+        if study:
+            study.ask(run, decoder)  # before the first step, or what a stopped run had still to ask
 
         for step in run.steps():  # evaluates before the first; saves the model after the last
             # 1. An outer iteration begins: the reference becomes a copy of the policy.
@@ -350,6 +352,8 @@ def train(config, reward_functions=None, problems=None):
             metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
             run.finish_step(metrics, sampled.batch)  # evaluates, writes checkpoints, ends when it is time
+            if study:
+                study.ask(run, decoder)
     return TrainingResult(run.folder, run.metrics)
 
 

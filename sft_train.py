@@ -201,12 +201,16 @@ def rows_loss(learner, batch, tokens, rows):
     return -learner.scorer(batch, rows)[0].sum() / tokens, {}
 
 
-def warm_start_settings(config):
-    """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's."""
+def warm_start_settings(config, given=None):
+    """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's.
+
+    given: settings in the place of those of the file.
+    """
     inherited = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
     inherited["system_prompt_file"] = None  # its text is in system_prompt
     try:
-        given = settings_from_file(Config, config.warm_start)
+        if given is None:
+            given = settings_from_file(Config, config.warm_start)
         if "system_prompt_file" in given:
             inherited["system_prompt"] = None
         settings = combined(Config, inherited, given)

@@ -35,6 +35,10 @@ class GroupDecoder:
         """Seconds that capturing steps has taken so far, and compiling them."""
         return self.engine.setup_seconds
 
+    def interact_as(self, interaction):
+        """From the next rollout on, paths interact so; steps that were captured for another are kept."""
+        self.interaction = self.engine.interaction = interaction
+
     def hear_strangers(self, strangers):
         """Whom paths hear in the place of their peers from now on, in the control of this name."""
         self.engine.hear_strangers(strangers)

@@ -81,7 +81,8 @@ class Engine:
         if not self.reserved.holds(needed):
             self._reserve(self.reserved.joined(needed))
         self._reset(slots, sampling)
-        self.kind = StepKind(sampling.greedy, sampling.top_k, sampling.top_p, interacts)
+        interaction = self.interaction if interacts else None
+        self.kind = StepKind(sampling.greedy, sampling.top_k, sampling.top_p, interacts, interaction)
         if self.captures and self.kind not in self.graphs:
             self._capture(started)
         return batch, slots

@@ -115,6 +115,7 @@ class StepKind(NamedTuple):
     top_k: int
     top_p: float
     interacts: bool
+    interaction: object = None  # the Interaction, where paths interact
 
 
 def sample_step(rows, tables, temperature, limit, kind):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from decoding.engine import say
-from errors import RunError, is_out_of_memory
+from errors import NoRoomError, is_out_of_memory
 from learning.log_probs import make_scorer
 from learning.memory import REMEDIES, TokenBudget, within_memory
 from learning.parallel import balanced, distribute, whole
@@ -82,7 +82,7 @@ class Learner:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise RunError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
+                raise NoRoomError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         self._note_step(has_stepped)

@@ -195,6 +195,8 @@ def pack_rows(scorer):
     Returns what there is to say of it, or None.
     """
     model, dtype = scorer.model, scorer.autocast["dtype"]
+    if is_packed(model):  # since an earlier run of this process
+        return None
     whole = _probe_states(scorer)
     remark = attend_packed(model, dtype)
     if is_packed(model):

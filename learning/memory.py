@@ -10,7 +10,7 @@ import gc
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from errors import RunError, is_out_of_memory
+from errors import NoRoomError, is_out_of_memory
 from learning.packing import is_packed
 from learning.parallel import max_over_processes
 
@@ -135,7 +135,7 @@ class TokenBudget:
             fits = self._tokens_that_fit(accelerator, scorer, rollout)
         if fits < 1:
             problem = "nothing is left for the update beside weights, gradients and moments"
-            raise RunError(f"out of memory: {problem}: {REMEDIES}")
+            raise NoRoomError(f"out of memory: {problem}: {REMEDIES}")
         self.tokens = min(self.most, fits)
         if accelerator.is_main_process:
             how = ", with gradient checkpointing" if self.recomputes else ""
@@ -257,10 +257,10 @@ def within_memory(accelerator, scorer, rollout, budget, one_batch, rows=None):
             # the other processes wait for this one
             if isinstance(scorer, FSDPModule) or (in_last and not alone):
                 problem = f"{who}out of memory with {budget.tokens} tokens at once"
-                raise RunError(f"{problem}: set --micro_batch_tokens lower, or {REMEDIES}") from error
+                raise NoRoomError(f"{problem}: set --micro_batch_tokens lower, or {REMEDIES}") from error
             if not budget.lower(rollout, batches):
                 problem = f"{who}out of memory on one sequence of {max(row_lengths(rollout))} tokens"
-                raise RunError(f"{problem}: {REMEDIES}") from error
+                raise NoRoomError(f"{problem}: {REMEDIES}") from error
         scorer.zero_grad(set_to_none=True)
         free_memory()
     if budget.tokens < asked:

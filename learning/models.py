@@ -78,6 +78,18 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
     return model
 
 
+def size_of(name, trust_remote_code=False):
+    """How many weights a model has, and in how many bytes each is saved, without loading them."""
+    if name == "tiny":
+        model = _tiny_model(arithmetic_tokenizer(), torch.float32)
+        return sum(p.numel() for p in model.parameters()), 4
+    config = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+    return sum(p.numel() for p in model.parameters()), dtype.itemsize
+
+
 def random_settings(config, words, above=""):
     """(dotted path, owner, key) of each number of a config, and of those within it, that has such a name."""
     for key, value in vars(config).items():

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from errors import RunError, SettingError, one_line
+from errors import NoRoomError, RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, raise_on_all, together, whole
@@ -56,7 +56,7 @@ class Checkpoints:
         if reference is not None and self.is_main:
             tensors |= _on_cpu("reference.", reference.named_parameters())
         problem = self._try_to_write(weights, tensors, numbers) if self.is_main else None
-        raise_on_all(RunError(problem) if problem else None)
+        raise_on_all(NoRoomError(problem) if problem else None)
 
     def _try_to_write(self, weights, tensors, numbers):
         """None, or why the checkpoint could not be written."""

@@ -1,11 +1,12 @@
-"""Evaluation on the held-out problems while a run goes."""
+"""Evaluation on the held-out problems while a run goes, and single questions asked of interacting paths."""
 
 import statistics
 
 from accelerate.utils import gather_object
 
 from answers.formats import extract_answer
-from decoding.rollout import Sampling
+from decoding.controls import row_keys
+from decoding.rollout import Sampling, rollout_uniforms
 from learning.parallel import shard
 from rewards import right_answers
 
@@ -45,3 +46,22 @@ def held_out_accuracy(run, decoder, problems):
         "eval_questions": len(records),
         **({"eval_undecided": undecided} if undecided else {}),
     }
+
+
+def complete_interacting(decoder, prompts, sampling, seed, indices=None, batch_rows=None):
+    """Decode the G samples of each prompt as paths that interact; yields (index, G Completions).
+
+    As in `decoder.complete`, whose draws these are, a completion depends on its prompt's index and `seed`.
+    """
+    G, T = sampling.num_generations, sampling.max_new_tokens
+    indices = list(range(len(prompts)) if indices is None else indices)
+    rows = (max(indices, default=0) + 1) * G
+    uniforms = rollout_uniforms(seed, 0, 0, rows, T).view(-1, G, T)
+    keys = row_keys(seed, 0, 0, rows).view(-1, G)
+    at_once = max(1, (batch_rows or 256) // G)
+    for start in range(0, len(prompts), at_once):
+        batch = indices[start : start + at_once]
+        draws = uniforms[batch].flatten(0, 1), True, keys[batch].flatten()
+        rollout = decoder.rollout(prompts[start : start + at_once], sampling, *draws)
+        completions = decoder.completions(rollout)
+        yield from ((i, completions[n * G : (n + 1) * G]) for n, i in enumerate(batch))

@@ -12,7 +12,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from errors import RunError, SettingError
+from errors import NoRoomError, SettingError
 from learning.models import merged_state
 from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
@@ -244,7 +244,7 @@ def save_model(model, tokenizer, folder, dtype, state=None):
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
-        raise RunError(f"could not save the model to {folder}: {reason}") from error
+        raise NoRoomError(f"could not save the model to {folder}: {reason}") from error
     settings = json.loads((temporary / "config.json").read_text())
     settings["dtype"] = str(dtype).removeprefix("torch.")
     for path, value in getattr(model, "source_dropout", {}).items():  # 0 in training; saved as it came

@@ -103,8 +103,12 @@ def settings_from_file(config_class, path):
 
     The run_config.yaml of a run is one: of its settings, which are all there are, those without effect go.
     """
+    return checked_settings(config_class, read_yaml(path), path)
+
+
+def checked_settings(config_class, read, where):
+    """`settings_from_file` for a mapping that is read already; `where`: what an error says of its place."""
     hints, settings, aliases = get_type_hints(config_class), {}, _aliases(config_class)
-    read = read_yaml(path)
     is_saved = read.keys() >= hints.keys() or "versions" in read
     switches = {switch for switch, *_ in _switches(config_class)}
     for key, value in read.items():
@@ -118,9 +122,9 @@ def settings_from_file(config_class, path):
             raise SettingError(key, value, _hint(name, hints))
         if name not in hints:
             meant = _did_you_mean(str(key), hints)
-            raise SettingError(key, value, f"no such setting in {path}; --help lists them{meant}")
+            raise SettingError(key, value, f"no such setting in {where}; --help lists them{meant}")
         if name in settings:
-            raise SettingError(key, value, f"given twice in {path} (it is another name of {name})")
+            raise SettingError(key, value, f"given twice in {where} (it is another name of {name})")
         none_words = _none_words(config_class.__dataclass_fields__[name])
         settings[name] = _from_yaml(name, hints[name], value, none_words)
     settings = without_switches(config_class, settings)
@@ -424,7 +428,8 @@ def run_main(main):
         if error.errno == errno.EPIPE:
             sys.stdout = open(os.devnull, "w")  # a buffered rest would raise once more when Python exits
         what = error.filename or UNWRITABLE[error.errno]
-        how = "the same --name" if Path(sys.argv[0]).stem == "grpo_eval" else "--resume true"
+        again = {"grpo_eval": "the same --name", "grpo_study": "the same command"}
+        how = again.get(Path(sys.argv[0]).stem, "--resume true")
         _exit(f"{what}: {error.strerror}; go on with {how} when it can be written to again", 1)
     except RuntimeError as error:
         _explain_torch_error(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from errors import Interrupted, RunError, SettingError, Stopped
+from errors import Interrupted, NotFiniteError, SettingError, Stopped
 from learning.learner import NOT_FINITE
 from learning.parallel import first_over_processes, max_over_processes, raise_on_all, shard, together
 from reporting.files import FINISHED, read_run_config
@@ -213,7 +213,7 @@ class Run:
         count = self.progress.bad_steps
         if count >= self.config.max_bad_steps:
             or_bf16 = ", or say --precision bf16" if self.config.precision == "fp16" else ""
-            raise RunError(
+            raise NotFiniteError(
                 f"{count} steps in a row had a loss or gradient that is not finite, the last on problems "
                 f"{metrics['bad_examples']}; a pass that is not finite changes no weight: lower "
                 f"learning_rate{or_bf16}, or go on from the last checkpoint with --resume true"

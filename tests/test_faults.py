@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import grpo_train
+from decoding.decoder import GroupDecoder
 from errors import DataError, RunError, SettingError, end_on_interrupt
 from running.parsing import parse_config, run_main
 from small_faults import settings_of
@@ -92,7 +93,7 @@ def test_no_memory_for_a_rollout_is_one_line(error, fault_start, tmp_path, monke
     def rollout(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(grpo_train.GroupDecoder, "rollout", rollout)
+    monkeypatch.setattr(GroupDecoder, "rollout", rollout)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         run_main(lambda: grpo_train.train(settings_of(fault_start, tmp_path / "out")))

@@ -501,7 +501,7 @@ def test_a_warm_start_never_sees_the_problems_that_are_held_out(tokenizer):
     """Held-out accuracy before GRPO was measured on what the warm start had learned."""
     grpo = Config(model="tiny", dataset="arithmetic", limit=300, eval_problems=40)
     shared = {name: getattr(grpo, name) for name in names_with(Config, "inherited")}
-    _, held_out, _ = grpo_train.prepare_problems(grpo, grpo_train.load_tokenizer("tiny"))
-    learned, _, _ = grpo_train.prepare_problems(sft_train.Config(**shared), grpo_train.load_tokenizer("tiny"))
+    _, held_out, _ = sft_train.prepare_problems(grpo, sft_train.load_tokenizer("tiny"))
+    learned, _, _ = sft_train.prepare_problems(sft_train.Config(**shared), sft_train.load_tokenizer("tiny"))
     assert len(held_out) == 40
     assert not {p.prompt for p in held_out} & {p.prompt for p in learned}

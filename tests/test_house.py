@@ -27,6 +27,7 @@ ARROWS = {
     "sft_train": {*ROOMS, "m3po_module", "rewards"},
     "grpo_train": {*ROOMS, "m3po_module", "rewards", "sft_train"},
     "grpo_eval": {*ROOMS, "m3po_module", "rewards", "solver"},
+    "grpo_study": {*ROOMS, "m3po_module", "rewards", "sft_train", "grpo_train"},
 }
 
 
