@@ -32,7 +32,9 @@ class SmallMemory(Scorer):
 CUDNN = "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true"
 
 
-@pytest.mark.parametrize("error", [SmallMemory.error, RuntimeError(CUDNN)])
+@pytest.mark.parametrize(
+    "error", [SmallMemory.error, pytest.param(RuntimeError(CUDNN), marks=pytest.mark.slow)]
+)
 def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(
     error, tokenizer, prompts, capsys, monkeypatch
 ):

@@ -532,6 +532,7 @@ def alone(folder, out, **changes):
     return grpo_train.train(grpo_train.Config(**settings | {"output_dir": str(out)} | changes)).folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["grpo", "m3po", "strangers"])
 def test_a_run_in_a_study_is_the_same_run_alone_to_the_bit(arm, small_study, tmp_path):
     """Runs of the second seed have models, decoder and storage of earlier ones; the same run without its
@@ -637,6 +638,7 @@ def answers(folder, name):
     return json.loads(gzip.open(folder / "answers" / f"{name}.json.gz").read())
 
 
+@pytest.mark.slow
 def test_arms_of_a_seed_have_the_same_start_and_the_same_draws(small_study):
     for seed in (1, 2):
         grpo, m3po = (answers(small_study / "runs" / str(seed) / arm, "mean2-0") for arm in ("grpo", "m3po"))
@@ -647,6 +649,7 @@ def test_arms_of_a_seed_have_the_same_start_and_the_same_draws(small_study):
     assert note["accuracy"] == accuracy(answers(small_study / "runs/1/grpo", "mean2-0"))
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_weights_after_their_step(small_study):
     """As grpo_eval.py gives them for the saved model."""
     run = small_study / "runs/1/m3po"
