@@ -143,6 +143,7 @@ def test_the_card_tells_what_came_before(tmp_path):
     assert "fine-tuning" not in card.model_card(plain, tmp_path / "out", "s", "d", [])
 
 
+@pytest.mark.slow
 @missing("peft")
 def test_an_adapter_names_its_base_and_loads_with_peft_s_auto_classes(recipe_start, tmp_path):
     from peft import AutoPeftModelForCausalLM

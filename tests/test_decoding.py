@@ -687,6 +687,7 @@ def random_batches(decoder, prompts, count):
             yield int(file.read().split()[1]) * 4096
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_rollouts_of_random_sizes_count_nothing_after_the_end(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer, "e", Interaction(0.3))
@@ -738,7 +739,7 @@ EARLIER_WORK = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_used_decoder_gives_the_bits_of_a_new_one(family, tokenizer, prompts):
     """A resumed run has a new one. The longest prompt was taken over all slots, those that an evaluation had

@@ -366,7 +366,7 @@ SAMPLED = dict(num_samples=3, temperature=0.8)
     [
         ({}, (11, 7)),
         pytest.param(SAMPLED, (11, 7), marks=pytest.mark.slow),
-        (dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21)),
+        pytest.param(dict(SAMPLED, m3po=True, m3po_lambda=0.5), (20, 21), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("undrawn")

@@ -148,6 +148,7 @@ def test_a_long_run_is_thinned_evenly_and_groups_with_tokens_come_first(tmp_path
     assert evenly([1, 2, 3], 0) == []
 
 
+@pytest.mark.slow
 def test_the_page_of_long_completions_stays_small_and_its_making_too(tmp_path):
     """The whole of rollouts.jsonl lay in memory; 2,000 completions of 4,096 tokens made a page of 270 MB."""
     path = tmp_path / "rollouts.jsonl"

@@ -145,7 +145,7 @@ def uninterrupted(start, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("variant", in_full(VARIANTS, 2))
+@pytest.mark.parametrize("variant", in_full(VARIANTS, 1))
 def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterrupted, tmp_path, monkeypatch):
     """I10, M3PO, mu 2, two outer iterations, the second killed too."""
     if variant == "lora":
@@ -160,6 +160,7 @@ def test_a_run_killed_twice_ends_like_one_that_was_not(variant, start, uninterru
     assert_same(out, uninterrupted(variant))
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_fp16_is_gone_on_with(start, tmp_path, monkeypatch):
     """Here the CPU's float32 is scaled, from what overflows it on; two good passes double a scale."""
     monkeypatch.setattr(learner, "compute_dtype", lambda *_: torch.float16)

@@ -465,6 +465,7 @@ def test_the_rows_for_the_benchmarks_come_from_study_json(tmp_path):
     assert rows["m3po", "greedy"] == outcome(found, "m3po", "greedy")["mean"]
 
 
+@pytest.mark.slow
 def test_a_kept_copy_is_small_and_gives_the_same_numbers(whole, tmp_path):
     out, found = whole
     keep_study(out, tmp_path / "kept")
