@@ -110,10 +110,11 @@ class Learner:
 def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer."""
     scorer = make_scorer(policy, decoder.tables, config)
-    if scorer.remark:
-        say(scorer.remark)
-    scorer = distribute(accelerator, scorer, config)
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
+    remarks = [made.remark for made in (scorer, reference_scorer) if made is not None]
+    for remark in dict.fromkeys(filter(None, remarks)):  # once where both have the same
+        say(remark)
+    scorer = distribute(accelerator, scorer, config)
     optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
     is_fp16 = compute_dtype(config.precision, policy.device) == torch.float16
     budget = TokenBudget(config, policy)

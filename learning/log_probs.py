@@ -98,8 +98,10 @@ class Scorer(nn.Module):
             blended = self._completion_inputs(rollout, rows, longest).flatten(0, 1)
             completion_inputs = blended.index_select(0, packing.row * longest + packing.token)
         inputs = torch.cat([prompt_inputs[None], completion_inputs[None]], dim=1)
-        if torch.is_grad_enabled() and not inputs.requires_grad:  # a frozen table: the first layer would be
-            inputs.requires_grad_()  # compiled once more than the others, for inputs without a gradient
+        if torch.is_grad_enabled() and not inputs.requires_grad:
+            # Of a frozen table. The compiler would make the first layer a code of its own for inputs that
+            # need no gradient; so all layers share one.
+            inputs.requires_grad_()
         how = dict(position_ids=packing.positions, segments=packing.segments, use_cache=False)
         [states] = model_body(self.model)(inputs_embeds=inputs, **how).last_hidden_state  # (tokens, E)
         # a row's first token is predicted by its prompt's last, each other by the one before it

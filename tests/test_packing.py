@@ -220,3 +220,12 @@ def test_a_model_that_packs_wrongly_is_trained_whole(breaks, tokenizer, prompts)
     assert ("what is this?" if breaks else "other states") in scorer.remark
     logp = scorer(rollout, list(range(len(rollout.ids))))[0]
     assert (logp - rollout.logp).abs().max() < 1e-5
+
+
+def test_a_reference_that_goes_a_slower_way_than_the_policy_is_said_too(
+    tokenizer, prompts, monkeypatch, capsys
+):
+    remarks = iter([None, "update: the reference is slow"])
+    monkeypatch.setattr("learning.log_probs.pack_rows", lambda scorer: next(remarks))
+    small_update(tokenizer, prompts, beta=0.1)
+    assert capsys.readouterr().out.splitlines().count("update: the reference is slow") == 1
