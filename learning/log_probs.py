@@ -265,11 +265,14 @@ def logits_gradient(raw, targets, log_norm, grad, head):
 
 
 def compile_layers(model):
-    """Compile the decoder layers, in place: they share one code, compiled once for any number of tokens."""
+    """Compile the decoder layers, in place: they share one code, compiled once for any number of tokens.
+
+    Layers that an earlier run of this process has compiled stay as they are.
+    """
     torch._dynamo.config.optimize_ddp = False  # it would cut each layer where a bucket of gradients ends
     # {one row, few tokens, many} x {with gradients, without} x {policy, reference}
     torch._dynamo.config.recompile_limit = 16
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
-        if type(module).__name__ in layer_classes:
+        if type(module).__name__ in layer_classes and module._compiled_call_impl is None:
             module.compile(dynamic=True)

@@ -9,8 +9,8 @@ prompt's. H query heads, K key heads of width D.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -48,51 +48,57 @@ class Packing(NamedTuple):
 def pack(rollout, rows, is_flash):
     """The Packing of some rows, a tensor of indices on the CPU; the host knows all sizes and waits for
     nothing.
+
+    In NumPy: torch hands arrays of this length to threads, and waking them can take longer than the update.
     """
-    groups, group = torch.unique(rows // rollout.num_generations, return_inverse=True)
-    sizes = torch.tensor(rollout.sizes)
-    prompts, completions = sizes[0, groups * rollout.num_generations], (sizes[1, rows] - 1).clamp(min=0)
-    lengths = torch.cat([prompts, completions])
-    ends = lengths.cumsum(0)
+    rows = rows.numpy()
+    groups, group = np.unique(rows // rollout.num_generations, return_inverse=True)
+    sizes = np.array(rollout.sizes)
+    prompts, completions = sizes[0, groups * rollout.num_generations], (sizes[1, rows] - 1).clip(0)
+    lengths = np.concatenate([prompts, completions])
+    ends = lengths.cumsum()
     starts, count = ends - lengths, len(groups)
     # a completion's keys: its prompt's tokens, then its own; one of a single token has no token to read
     before = prompts[group] * (completions > 0)
-    pieces = torch.stack([starts[group], starts[count:]], 1), torch.stack([before, completions], 1)
-    source = torch.cat([torch.arange(int(prompts.sum())), ranges(*(piece.flatten() for piece in pieces))])
-    keys = torch.cat([prompts, before + completions])
+    pieces = np.stack([starts[group], starts[count:]], 1), np.stack([before, completions], 1)
+    source = np.concatenate([np.arange(prompts.sum()), ranges(*(piece.flatten() for piece in pieces))])
+    keys = np.concatenate([prompts, before + completions])
     width = rollout.prompt_ids.shape[1]
     places = (
-        ranges(torch.cat([torch.zeros(count, dtype=torch.long), prompts[group]]), lengths)[None],
+        ranges(np.concatenate([np.zeros(count, dtype=np.int64), prompts[group]]), lengths)[None],
         ranges((groups + 1) * width - prompts, prompts),
         (ends[:count] - 1)[group],
-        torch.arange(len(rows)).repeat_interleave(completions),
-        ranges(torch.zeros_like(completions), completions),
+        np.arange(len(rows)).repeat(completions),
+        ranges(np.zeros_like(completions), completions),
     )
     segments = segments_of(source, lengths[lengths > 0], keys[lengths > 0], is_flash)
-    device = rollout.ids.device
-    segments = Segments(*(to_device(x, device) if torch.is_tensor(x) else x for x in segments))
-    return Packing(segments, *(to_device(place, device) for place in places))
+
+    def moved(x):
+        return to_device(torch.from_numpy(x), rollout.ids.device)
+
+    segments = Segments(*(moved(x) if isinstance(x, np.ndarray) else x for x in segments))
+    return Packing(segments, *map(moved, places))
 
 
 def ranges(starts, lengths):
     """The whole numbers start, start + 1, ... of each start, as many as its length, behind each other."""
-    ends = lengths.cumsum(0)
-    return (starts - ends + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+    ends = lengths.cumsum()
+    return (starts - ends + lengths).repeat(lengths) + np.arange(lengths.sum())
 
 
 def segments_of(source, queries, keys, is_flash):
-    """Segments of so many queries and keys each, tensors on the CPU."""
-    query_ends, key_ends = queries.cumsum(0), keys.cumsum(0)
+    """Segments of so many queries and keys each, all of them arrays."""
+    query_ends, key_ends = queries.cumsum(), keys.cumsum()
     if is_flash:
-        ends = (F.pad(x, (1, 0)).int() for x in (query_ends, key_ends))
+        ends = (np.pad(x, (1, 0)).astype(np.int32) for x in (query_ends, key_ends))
         return Segments(source, *ends, longest=int(keys.max()))
-    query, key = torch.arange(int(queries.max())), torch.arange(int(keys.max()))
+    query, key = np.arange(queries.max()), np.arange(keys.max())
     return Segments(
         source,
-        query_grid=((query_ends - queries)[:, None] + query).clamp(max=int(query_ends[-1]) - 1),
-        key_grid=((key_ends - keys)[:, None] + key).clamp(max=len(source) - 1),
+        query_grid=((query_ends - queries)[:, None] + query).clip(max=query_ends[-1] - 1),
+        key_grid=((key_ends - keys)[:, None] + key).clip(max=len(source) - 1),
         mask=(key <= (keys - queries)[:, None, None] + query[:, None])[:, None],
-        places=ranges(torch.arange(len(queries)) * len(query), queries),
+        places=ranges(np.arange(len(queries)) * len(query), queries),
     )
 
 

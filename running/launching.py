@@ -233,8 +233,10 @@ def start_processes(config):
     no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = make_accelerator(config, [no_broadcast])
     torch.manual_seed(config.seed)
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
+    # beside a GPU the CPU has only short work left, and to wake threads takes longer than that
+    default = 1 if accelerator.device.type == "cuda" else None
+    if threads := config.cpu_threads or default:
+        torch.set_num_threads(threads)
     check_shares(config, accelerator.num_processes)
     return accelerator
 

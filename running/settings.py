@@ -218,7 +218,8 @@ class TrainConfig:
     )
     cpu_threads: int | None = setting(
         None,
-        "threads torch may use on the CPU (default: its own choice); 1 is best for a tiny model",
+        "threads torch may use on the CPU (default: 1 beside a GPU, else its own choice); "
+        "1 is best for a tiny model",
         inherited=True,
     )
     fsdp: bool = setting(
