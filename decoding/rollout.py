@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from m3po_module import CONTROLS, SIMILARITIES, check_interaction
+from decoding.names import CONTROLS, SIMILARITIES
+from m3po_module import check_interaction
 
 
 @dataclass(frozen=True)

@@ -99,20 +99,23 @@ def end_with_parent():
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
-def parse_on_all(config_class, description):
-    """As `parse_config`. Of several processes the first reads the settings, and all of them get what it read.
+def parse_on_all(config_class, doc, given=None):
+    """As `parse_config`, unless that has `given` the settings already.
+
+    Of several processes the first reads the settings, and all of them get what it read.
 
     One that was given another command, or finds another file under a name in it, is refused on all of them.
     """
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        config = parse_config(config_class, description=description)
+        config = given or parse_config(config_class, description=doc)
         check_precision(config)
         return config
     end_with_parent()
     is_main, config = PartialState(cpu=not torch.cuda.is_available()).is_main_process, None
     with together():
         if is_main:
-            config = parse_config(config_class, description=description)
+            config = parse_config(config_class, description=doc)
+            print(config.first_line, flush=True)
     [config] = broadcast_object_list([config])
     command = re.sub("--output[-_]dir[= ][^ ]*", "", " ".join(sys.argv[1:]))  # the first process's counts
     refuse_unlike({("command line", "of the script"): command})
