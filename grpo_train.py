@@ -58,17 +58,16 @@ from sft_train import warm_start
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 SHOWN = {
-    "reward": "reward",
-    "correct": "correct",
-    "eval_accuracy": "held-out",
-    "completion_length": "length",
-    "kl": "kl",
-    "entropy": "entropy",
-    "frac_reward_zero_std": "no-signal",
-    "grad_norm": "grad",
-    "rollout_seconds": "rollout s",
-    "update_seconds": "update s",
-    "skipped": "SKIPPED:",
+    "reward": "reward {:.3g}",
+    "correct": "right {:.2f}",
+    "eval_accuracy": "held-out {:.3f}",
+    "skipped": "SKIPPED: {}",
+    "frac_reward_zero_std": "silent {:.2f}",
+    "completion_length": "length {:.0f}",
+    "step_seconds": "{:.3g} s",
+    "kl": "kl {:.2g}",
+    "grad_norm": "grad {:.2g}",
+    "entropy": "entropy {:.2g}",
 }
 OF_THE_RUN = ("step", "bad_examples", "train_seconds", "step_seconds", "rollout_seconds", "reward_seconds")
 OF_THE_RUN += ("update_seconds",)

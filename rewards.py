@@ -16,7 +16,9 @@ import math
 import os
 import re
 import sys
+import sysconfig
 import threading
+import traceback
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -263,7 +265,7 @@ def load_reward(spec):
     try:
         module = _module_of(file.resolve(), version.st_mtime_ns, version.st_size)
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        raise ValueError(f"{path} does not import: {_shown(error)}") from error
+        raise ValueError(f"{path} does not import: {_shown(error)} ({_place(error)})") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
@@ -329,6 +331,25 @@ LARGEST_REWARD = 1e30  # squares and sums of a batch of such are finite still
 
 def _shown(error):
     return one_line(f"{type(error).__name__}: {error}", 300)
+
+
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _place(error):
+    """`FILE.py line N` of an error of somebody's code: the last line of it that is no library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short_path(error.filename)} line {error.lineno}"
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    others = (*LIBRARIES, "<frozen", __file__)
+    file, number = ([line for line in lines if not line[0].startswith(others)] or lines)[-1]
+    return f"{_short_path(file)} line {number}"
+
+
+def _short_path(path):
+    """A path as somebody there would write it."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _quote(completion):
@@ -506,7 +527,8 @@ def _values(function, columns, where, timeout):
         try:
             values = _called(function, _copied(columns))
         except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
-            raise RewardError(f"{where} raised {_shown(error)} for {_batch(completions)}") from error
+            place = "" if isinstance(error, SystemExit) else f" ({_place(error)})"
+            raise RewardError(f"{where} raised {_shown(error)}{place} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
         values = values.tolist()
     if not isinstance(values, list | tuple):

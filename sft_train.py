@@ -42,12 +42,12 @@ from running.settings import free_on_resume, resolved
 from running.sft_config import Config, warm_start_settings
 
 SHOWN = {
-    "loss": "loss",
-    "eval_accuracy": "held-out",
-    "grad_norm": "grad",
-    "learning_rate": "lr",
-    "step_seconds": "s",
-    "skipped": "SKIPPED:",
+    "loss": "loss {:.3g}",
+    "eval_accuracy": "held-out {:.3f}",
+    "skipped": "SKIPPED: {}",
+    "grad_norm": "grad {:.2g}",
+    "learning_rate": "lr {:.2g}",
+    "step_seconds": "{:.3g} s",
 }
 
 
@@ -102,7 +102,7 @@ def train(config, outer=None):
 
     outer: the run that this is the warm start of.
     """
-    with Run(config, SHOWN, outer) as run:
+    with Run(config, SHOWN, outer, few_lines=True) as run:
         start = run.find_folder(config.model, "model")
         with together():
             tokenizer = load_tokenizer(start, config.trust_remote_code)

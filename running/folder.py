@@ -18,10 +18,11 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, read_metrics, write_whole
 from running.contract import noted
 from running.settings import names_with, resolved
 
+BEST = "best.json"  # in output_dir/best: the step and the held-out accuracy of the model there
 # What a run leaves beside its logs and its model
 DRAWN = ("curves.svg", "curves.png", "report.html")
 FOLDERS = ("best", "adapter", "trackers", "wandb", ".saving")
@@ -32,7 +33,8 @@ def refuse_used(config):
     remedy = _why_not(config, Path(config.output_dir))
     if remedy:
         raise SettingError("output_dir", config.output_dir[:100], remedy)
-    if config.overwrite_output_dir:
+    is_left = (Path(config.output_dir) / "run_config.yaml").exists() and not config.resume
+    if config.overwrite_output_dir or is_left:
         _refuse_to_clear_inputs(config)
 
 
@@ -41,7 +43,7 @@ def _why_not(config, folder):
     is_too_long = any(len(os.fsencode(part)) > 255 for part in folder.parts)
     if not config.output_dir.strip() or "\0" in config.output_dir or is_too_long:
         return "is no name of a folder"
-    holds_a_run = (folder / "run_config.yaml").exists()
+    holds_a_run = has_begun(folder)
     others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
     if others and not holds_a_run and not config.overwrite_output_dir:
         what = f"holds a {others[0]} that is no run's and would be written over"
@@ -57,6 +59,14 @@ def _why_not(config, folder):
         what = f"holds a {blocking[0]} of another kind, which is in the way"
         return f"{what}: move it, or choose another folder"
     return None
+
+
+def has_begun(folder):
+    """Whether a folder holds something of a run: a finished step, or a model. One of 0 steps is none."""
+    if not (folder / "run_config.yaml").exists():
+        return False
+    others = any((folder / name).exists() for name in (FINISHED, "config.json"))
+    return others or any(folder.glob("checkpoint-*")) or bool(read_metrics(folder))
 
 
 def lock_folder(folder, accelerator, named):
@@ -154,11 +164,22 @@ def _refuse_to_clear_inputs(config):
 
 
 def save_best(run):
-    """Save the policy into output_dir/best. Every process must call it."""
-    _save_policy(run, run.folder / "best")
+    """Save the policy into output_dir/best, with its step and accuracy. Every process must call it."""
+    best, progress = run.folder / "best", run.progress
+    (best / BEST).unlink(missing_ok=True)  # so that it never tells of other weights
+    _save_policy(run, best)
     if run.accelerator.is_main_process:
         # grpo_eval.py reads the format from it
-        shutil.copy(run.folder / "run_config.yaml", run.folder / "best")
+        shutil.copy(run.folder / "run_config.yaml", best)
+        note = {"step": progress.best_step, "eval_accuracy": progress.best}
+        write_whole(best / BEST, json.dumps(note) + "\n")
+    run.say(f"best so far: {_best_of(run)}")
+
+
+def _best_of(run):
+    """The best held-out accuracy of a run, its step, and where its model is."""
+    step = "an earlier step" if run.progress.best_step is None else f"step {run.progress.best_step}"
+    return f"held-out accuracy {run.progress.best:.3f} after {step}, kept in {run.folder / 'best'}"
 
 
 def _save_policy(run, folder):
@@ -186,10 +207,21 @@ def finish(run):
         write_whole(folder / "README.md", _card(config, folder))
         write_whole(folder / FINISHED, json.dumps(note) + "\n")
         (folder / ".lock").unlink(missing_ok=True)
-        run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+        say_what_is_there(run)
     run.accelerator.wait_for_everyone()
     if config.push_to_hub:
         upload(run, note)
+
+
+def say_what_is_there(run):
+    """The last lines of a run."""
+    folder = run.folder
+    if run.outer is not None:
+        return run.say(f"the warm start is made: {folder}")
+    if run.config.keep_best:
+        run.say(f"best: {_best_of(run)}")
+    run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+    run.say(f"its page: {folder / 'report.html'}")
 
 
 def upload(run, note):
