@@ -59,11 +59,11 @@ from sft_train import warm_start
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 SHOWN = {
     "reward": "reward {:.3g}",
-    "correct": "right {:.2f}",
-    "eval_accuracy": "held-out {:.3f}",
     "skipped": "SKIPPED: {}",
+    "eval_accuracy": "held-out {:.3f}",
+    "correct": "right {:.2f}",
     "frac_reward_zero_std": "silent {:.2f}",
-    "completion_length": "length {:.0f}",
+    "completion_length": "len {:.0f}",
     "step_seconds": "{:.3g} s",
     "kl": "kl {:.2g}",
     "grad_norm": "grad {:.2g}",

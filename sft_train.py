@@ -43,8 +43,8 @@ from running.sft_config import Config, warm_start_settings
 
 SHOWN = {
     "loss": "loss {:.3g}",
-    "eval_accuracy": "held-out {:.3f}",
     "skipped": "SKIPPED: {}",
+    "eval_accuracy": "held-out {:.3f}",
     "grad_norm": "grad {:.2g}",
     "learning_rate": "lr {:.2g}",
     "step_seconds": "{:.3g} s",

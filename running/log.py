@@ -58,7 +58,7 @@ class MetricsLog:
         if self._is_worth_a_line(clean):
             self.run.say(line)
         elif not self.bar.disable:
-            self.bar.set_postfix_str(line.partition("  ")[2], refresh=False)
+            self.bar.set_postfix_str(line.split("  ")[1], refresh=False)
         self.bar.update(clean["step"] - self.bar.n)
 
     def _is_worth_a_line(self, metrics):
