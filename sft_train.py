@@ -32,7 +32,7 @@ from learning.models import check_positions, load_frozen, load_policy, load_toke
 from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems, problems_of
 from reporting.files import write_whole
-from running.contract import inputs_of, model_fingerprint, problems_fingerprint
+from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.parsing import run_main, without_switches
@@ -40,6 +40,7 @@ from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import free_on_resume, resolved
 from running.sft_config import Config, warm_start_settings
+from running.warm_starts import cache_folder, copy_out, keep, key_of, read_inputs
 
 SHOWN = {
     "loss": "loss {:.3g}",
@@ -164,7 +165,7 @@ def rows_loss(learner, batch, tokens, rows):
 
 def warm_start(config, run):
     """Where a GRPO run starts from: its model, or output_dir/warm_start, which is trained first unless it is
-    whole.
+    whole, there or among those that are kept for every run.
 
     With resume, a warm start that was cut off is gone on with.
     """
@@ -173,21 +174,26 @@ def warm_start(config, run):
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
     note, free = folder / "warm_start.json", free_on_resume(Config)
-    made_with, is_whole = {}, False
+    cache, key, made_with, is_whole = cache_folder(config), None, {}, False
     with together():
         if is_main:
             everything = json.loads(json.dumps(resolved(settings)))
             made_with = {name: value for name, value in everything.items() if name not in free}
-            read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
-            read |= {"start": model_fingerprint(settings.model)}
+            read = read_inputs(settings, problems_of(settings, responses=True))
             if note.exists():
                 noted = without_switches(Config, json.loads(note.read_text()))
                 is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
             made_with |= read
+            if not is_whole and cache is not None:
+                key = key_of(settings, read, run.device, run.accelerator.num_processes)
+                is_whole = copy_out(cache, key, settings, run.say)
+                if is_whole:
+                    write_whole(note, json.dumps(made_with))
     if not max_over_processes(is_whole):
         train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
             write_whole(note, json.dumps(made_with))
+            keep(cache, key, settings, run.say)
     run.accelerator.wait_for_everyone()
     return run.find_folder(folder)
 

@@ -80,7 +80,7 @@ class Config(TrainConfig):
     warm_start_cache: str = setting(
         "default",
         "folder where whole warm starts are kept, for every run that would make the same one (default: "
-        "grpo-m3po/warm_starts in $XDG_CACHE_HOME or ~/.cache, at most 20 GB); none: neither kept nor found",
+        "$GRPO_M3PO_CACHE, or ~/.cache/grpo-m3po/warm_starts; at most 20 GB); none: neither kept nor found",
         resume="free",
         goes_with="warm_start",
     )

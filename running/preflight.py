@@ -31,10 +31,12 @@ from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
 from learning.models import check_positions, load_frozen, load_model, load_policy, load_tokenizer
 from learning.precision import compute_dtype
-from problems.prompts import Prompting, prepare_problems
+from problems.prompts import Prompting, prepare_problems, problems_of
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do, trainer_state
+from running.sft_config import warm_start_settings
+from running.warm_starts import cache_folder, kept_at, key_of, read_inputs
 
 PROMPTS = 32  # on which the pass rate is measured
 GOLD_ANSWERS = 500  # that are paid
@@ -116,7 +118,19 @@ def _start(config):
         return config.model, False
     if (warm_start / "warm_start.json").exists():
         return str(warm_start), False
-    return config.model, True
+    kept = _kept_warm_start(config)
+    return (config.model, True) if kept is None else (str(kept), False)
+
+
+def _kept_warm_start(config):
+    """The warm start that the run would find and not make, or None."""
+    cache, settings = cache_folder(config), warm_start_settings(config)
+    if cache is None or not cache.exists():
+        return None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    processes = max(1, config.num_processes or torch.cuda.device_count())
+    inputs = read_inputs(settings, problems_of(settings, responses=True))
+    return kept_at(cache, key_of(settings, inputs, device, processes))
 
 
 def _check_sampling(said, model, decoder):

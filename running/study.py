@@ -103,7 +103,7 @@ def code_files(configs=()):
 
     Found by reading: which of them are loaded depends on the machine.
     """
-    files = dict(_files_of_a_run())
+    files = dict(imported_files("grpo_train.py", "running/answering.py"))
     for config in configs:
         for spec in config.reward or ():
             for path in reward_files(spec.rpartition(":")[0]):
@@ -112,15 +112,16 @@ def code_files(configs=()):
 
 
 @functools.cache
-def _files_of_a_run():
-    waiting, files = [ROOT / "grpo_train.py", ROOT / "running" / "answering.py"], {}
+def imported_files(*names):
+    """(file, sha256) of these files of the project and of all that they import, in a fixed order."""
+    waiting, files = [ROOT / name for name in names], {}
     while waiting:
         path = waiting.pop()
         name = path.relative_to(ROOT).as_posix()
         if name not in files:
             files[name] = sha256_of(path)
             waiting += _imported(path)
-    return files
+    return tuple(sorted(files.items()))
 
 
 def _imported(path):
