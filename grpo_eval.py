@@ -66,6 +66,7 @@ from running.launching import (
     refuse_other_start,
     starts_processes,
 )
+from running.locks import forget
 from running.parsing import run_main, without_switches
 from running.settings import (
     free_on_resume,
@@ -381,7 +382,7 @@ def evaluate(config):
         return evaluate_locked(config, asked, accelerator)
     finally:
         if lock is not None:
-            (asked.folder / ".lock").unlink(missing_ok=True)
+            forget(asked.folder / ".lock")
             lock.close()
 
 

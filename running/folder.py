@@ -1,7 +1,6 @@
 """The folder of a run: refused, made, locked, and the models saved into it."""
 
 import copy
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from problems.sources import HUB
 from reporting.card import model_card, push
 from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, read_metrics, write_whole
 from running.contract import noted
+from running.locks import forget, hold
 from running.settings import names_with, resolved
 
 BEST = "best.json"  # in output_dir/best: the step and the held-out accuracy of the model there
@@ -70,7 +70,7 @@ def has_begun(folder):
 
 
 def lock_folder(folder, accelerator, named):
-    """Make a folder and lock it for this run; returns the lock, a file that must stay open.
+    """Make a folder and lock it for this run; returns the lock, which is to be closed in the end, or None.
 
     named: the setting that names it, and its value. Called last before the first step, so that a refused run
     leaves nothing. Every process must call it.
@@ -80,25 +80,25 @@ def lock_folder(folder, accelerator, named):
     if accelerator.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / ".lock", "a")
+            open(folder / ".lock", "a").close()
         except OSError as error:
             problem = f"cannot be written to ({error.strerror})"
         else:
-            problem = _lock(lock, folder)
+            lock, problem = _lock(folder)
     raise_on_all(SettingError(*named, problem) if problem else None)
     return lock
 
 
-def _lock(file, folder):
-    """Why the folder is another run's, or None; a file system without locks only warns."""
+def _lock(folder):
+    """The lock, and why the folder is another run's or None; a file system without locks only warns."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(folder / ".lock"), None
     except BlockingIOError:
-        return "another run is writing there at this moment: wait for it, or choose another"
+        return None, "another run is writing there at this moment: wait for it, or choose another"
     except OSError as error:
         advice = "see to it that no other run writes there"
         warnings.warn(f"{folder} cannot be locked ({error.strerror}): {advice}", stacklevel=2)
-    return None
+    return None, None
 
 
 def start_logs(run, state):
@@ -206,7 +206,7 @@ def finish(run):
             save_adapter(run.learner.policy, folder / "adapter")
         write_whole(folder / "README.md", _card(config, folder))
         write_whole(folder / FINISHED, json.dumps(note) + "\n")
-        (folder / ".lock").unlink(missing_ok=True)
+        forget(folder / ".lock")
         say_what_is_there(run)
     run.accelerator.wait_for_everyone()
     if config.push_to_hub:

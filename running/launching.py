@@ -58,7 +58,8 @@ def starts_processes(config):
 
 def signals_to_hand_on():
     """Names of the signals that every process gets too: not those that nohup or a shell has switched off."""
-    return [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    there = [name for name in SIGNALS if hasattr(signal, name)]  # Windows lacks some
+    return [name for name in there if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
 
 
 def launch(processes):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import yaml
 from accelerate import Accelerator
@@ -337,8 +338,7 @@ def _made_up_rollout(decoder, prompts, sampling, keys):
 
 def _free_memory():
     """Memory of the machine that programs can have, in bytes."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
+    return psutil.virtual_memory().available
 
 
 def _check_checkpoints(said, model):

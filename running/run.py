@@ -17,6 +17,7 @@ from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
 from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
 from running.launching import folder_of_first, start_processes
+from running.locks import forget
 from running.log import MetricsLog, open_page
 from running.progress import Progress
 from running.stop import TIME_IS_OVER, Stop
@@ -57,7 +58,7 @@ class Run:
                 self.stop.restore()
             if self.lock is not None:
                 if not (self.has_begun or self.had_lock):
-                    (self.folder / ".lock").unlink(missing_ok=True)
+                    forget(self.folder / ".lock")
                 self.lock.close()
 
     def open(self, learner, inputs, evaluate, steps, total):

@@ -7,7 +7,6 @@ OUT/runs/SEED/ARM/                run.json, run_config.yaml, metrics.jsonl, answ
 """
 
 import ast
-import fcntl
 import functools
 import hashlib
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from errors import RunError, SettingError, one_line
 from reporting.files import sha256_of, write_whole
 from rewards import reward_files
+from running.locks import hold
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDED = ("finished", "collapsed", "refused")
@@ -208,13 +208,10 @@ def lock(study, seed):
     """A lock on a seed's start and runs, until it is closed; None where another process has it."""
     path = study.folder / "starts" / f".{seed}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(path)
     except BlockingIOError:
-        file.close()
         return None
-    return file
 
 
 def forget_weights(folder, patterns):
