@@ -2,7 +2,7 @@
 
     python grpo_eval.py                                   grpo_finetuned_model, on the test split of its data
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
-    python grpo_eval.py --ask "A pen costs 3 dollars. How much do 14 pens cost?"
+    python grpo_eval.py --ask "Ann has 12 pens and gets 5 more. How many pens does Ann have now?"
 
 Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png, and prints a table. With --json, or
 where it prints into a pipe or a file, the last line is the report as one JSON object. Until the report is
@@ -449,6 +449,9 @@ def answer(config):
         config.trust_remote_code,
         torch_compile=len(questions) > 100 and config.torch_compile,
     )
+    if words := unreadable(solver.decoder.tokenizer, questions):
+        what = f"the model's tokenizer has no token for {', '.join(words)}: it reads <unk> there"
+        print(f"note: {what}", file=sys.stderr, flush=True)
     solutions = solve(questions, solver, config.temperature, config.seed)
     if config.save_jsonl is None:
         texts = [readable(solution) for solution in solutions]
@@ -464,6 +467,14 @@ def answer(config):
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")
+
+
+def unreadable(tokenizer, questions, most=8):
+    """The first words of the questions that the tokenizer cannot read."""
+    words = dict.fromkeys(word for problem in questions for word in problem.question.split())
+    ids = ((word, tokenizer(word, add_special_tokens=False)["input_ids"]) for word in words)
+    unknown = tokenizer.unk_token_id
+    return [] if unknown is None else [word for word, read in ids if unknown in read][:most]
 
 
 def question_column(problem, config):

@@ -2,7 +2,7 @@
 
 from solver import load_solver, solve
 solver = load_solver("grpo_finetuned_model")
-print(solve("A pen costs 3 dollars. How much do 14 pens cost?", solver).answer)
+print(solve("Ann has 12 pens and gets 5 more. How many pens does Ann have now?", solver).answer)
 """
 
 from dataclasses import asdict, dataclass

@@ -85,8 +85,6 @@ def _data_file(dataset, split):
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
     if path.suffix not in SUFFIXES and path.exists():
         raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
-    if not path.exists() and is_path(dataset):
-        raise DataError(f"{path}: there is no such file or folder here, and it is no hub id")
     return path
 
 
@@ -187,6 +185,8 @@ def _hub_rows(dataset, split):
     except ImportError as error:  # of columns that hold pictures or sound
         raise DataError(f"data set {name!r} needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if is_path(dataset):
+            raise DataError(f"{dataset}: there is no such file or folder, and it is no hub id") from error
         raise DataError(
             f"data set {name!r}, split {split!r}, cannot be loaded: "
             f"give a folder with {split}.jsonl or a file instead (there is no folder {dataset!r} here; "

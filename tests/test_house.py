@@ -68,6 +68,13 @@ def test_what_needs_no_torch_loads_none(room):
     assert done.stdout.split() == []
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_nothing_needs_what_only_linux_has(file):
+    """On Windows `import fcntl` ended every run in a traceback, on a Mac /proc/meminfo ended --check."""
+    assert not {"fcntl", "resource", "termios", "pwd", "grp", "msvcrt"} & set(imported(file))
+    assert '"/proc' not in file.read_text(encoding="utf-8")
+
+
 def test_no_module_is_named_like_a_package_that_others_import():
     """`triton_kernels` of the project hid the package of that name, for which transformers and vLLM look."""
     taken = {*importlib.metadata.packages_distributions(), *sys.stdlib_module_names, "triton_kernels"}

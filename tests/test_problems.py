@@ -1017,5 +1017,5 @@ def test_a_held_out_split_that_takes_most_of_the_data_is_warned_of():
 def test_a_local_data_set_that_is_not_there_is_called_that():
     """A misspelt folder was looked for on the hub."""
     for name in ("./my_data", "/no/such/folder", "a/b/c", "../problems"):
-        with pytest.raises(DataError, match="there is no such file or folder here, and it is no hub id"):
+        with pytest.raises(DataError, match="there is no such file or folder, and it is no hub id"):
             load_problems(name)

@@ -28,6 +28,7 @@ from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import checkpoints, damage
 from running.contract import data_fingerprint, finished_steps
+from running.launching import signals_to_hand_on
 from running.progress import Progress
 from running.settings import free_on_resume
 from running.stop import Stop
@@ -415,6 +416,25 @@ def test_the_time_limit_stops_as_a_signal_does(start, tmp_path, capsys):
     assert "SIGTERM" not in said
     grpo_train.train(settings_of(start, tmp_path / "out", num_steps=1, eval_every=0))  # 0 steps are no run
     assert not (tmp_path / "out" / "finished.json").read_text().startswith('{"step": 0')
+
+
+def test_a_run_needs_no_signal_and_no_folder_handle_that_windows_lacks(start, tmp_path, monkeypatch):
+    """Simulated: there was no Windows to try it on."""
+    for name in ("SIGHUP", "SIGUSR1", "SIGQUIT"):
+        monkeypatch.delattr(signal, name)
+    monkeypatch.setattr("running.stop.HANGUP", None)
+    monkeypatch.setattr("running.checkpoint.SYNCS_FOLDERS", False)
+    opened = os.open
+
+    def as_on_windows(path, flags, *given, **how):
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *given, **how)
+
+    monkeypatch.setattr(os, "open", as_on_windows)
+    grpo_train.train(settings_of(start, tmp_path / "out", save_every=1, num_steps=2, outer_iterations=1))
+    assert (tmp_path / "out" / "checkpoint-2" / "manifest.json").exists()
+    assert signals_to_hand_on() == ["SIGTERM", "SIGINT"]
 
 
 def test_nothing_is_done_where_nothing_is_left(start, uninterrupted, capsys):
