@@ -596,11 +596,12 @@ def interaction_sums(rollout):
         return {}
     N, T = rollout.mask.shape
     alive = rollout.mask.view(-1, rollout.num_generations, T).any(1)  # (B, T)
+    widest = torch.float32 if rollout.mix.device.type == "mps" else torch.float64  # which mps lacks
     listening = rollout.mix.sum(-1).permute(0, 2, 1).reshape(N, T) > 0
     sums = {
         "thinking": rollout.thinking.sum(),
         "alive": alive.sum(),
-        "change": rollout.input_change[listening].double().sum(),
+        "change": rollout.input_change[listening].to(widest).sum(),
         "listening": listening.sum(),
     }
     numbers = torch.stack(list(sums.values())).tolist()  # device sync

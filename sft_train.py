@@ -27,6 +27,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
+from learning.device import choose_device
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard, together
@@ -185,15 +186,15 @@ def warm_start(config, run):
                 is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
             made_with |= read
             if not is_whole and cache is not None:
-                key = key_of(settings, read, run.device, run.accelerator.num_processes)
-                is_whole = copy_out(cache, key, settings, run.say)
+                key = key_of(settings, read, choose_device(), run.accelerator.num_processes)
+                is_whole = copy_out(cache, key, settings)
                 if is_whole:
                     write_whole(note, json.dumps(made_with))
     if not max_over_processes(is_whole):
         train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
             write_whole(note, json.dumps(made_with))
-            keep(cache, key, settings, run.say)
+            keep(cache, key, settings)
     run.accelerator.wait_for_everyone()
     return run.find_folder(folder)
 

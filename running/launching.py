@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from errors import RunError, SettingError
+from learning.device import choose_device
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from learning.precision import compute_dtype
@@ -112,7 +113,7 @@ def parse_on_all(config_class, doc, given=None):
         check_precision(config)
         return config
     end_with_parent()
-    is_main, config = PartialState(cpu=not torch.cuda.is_available()).is_main_process, None
+    is_main, config = PartialState(cpu=choose_device().type == "cpu").is_main_process, None
     with together():
         if is_main:
             config = parse_config(config_class, description=doc)
@@ -254,13 +255,13 @@ def make_accelerator(config, handlers=()):
         warnings.warn(f"{unread}: --precision is {config.precision}", stacklevel=2)
     # of fp16, sums over parts of a product are in float32, too
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    cpu = not torch.cuda.is_available()
+    cpu = choose_device().type == "cpu"
     return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=list(handlers))
 
 
 def check_precision(config):
     """Refuse a precision that this machine has not; before anything is loaded, or other processes start."""
-    compute_dtype(config.precision, "cuda" if torch.cuda.is_available() else "cpu")
+    compute_dtype(config.precision, choose_device())
 
 
 def check_shares(config, processes):

@@ -28,6 +28,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
 from errors import Interrupted, SettingError, is_out_of_memory, one_line
+from learning.device import choose_device
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
 from learning.models import check_positions, load_frozen, load_model, load_policy, load_tokenizer
@@ -89,7 +90,7 @@ def _check(said, functions, end):
     start, warm_start_is_pending = _start(config)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     refuse_used(config)
     dtype = compute_dtype(config.precision, device)
     model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
@@ -128,7 +129,7 @@ def _kept_warm_start(config):
     cache, settings = cache_folder(config), warm_start_settings(config)
     if cache is None or not cache.exists():
         return None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     processes = max(1, config.num_processes or torch.cuda.device_count())
     inputs = read_inputs(settings, problems_of(settings, responses=True))
     return kept_at(cache, key_of(settings, inputs, device, processes))

@@ -19,6 +19,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from decoding.engine import say
 from reporting.files import sha256_of, write_whole
 from running.contract import model_fingerprint, problems_fingerprint
 from running.folder import clear
@@ -91,7 +92,7 @@ def kept_at(cache, key):
     return cache / key if is_kept else None
 
 
-def copy_out(cache, key, settings, say):
+def copy_out(cache, key, settings):
     """Fill the warm start's output_dir with the kept one of this key; False where there is none."""
     kept, folder = kept_at(cache, key), Path(settings.output_dir)
     if kept is None:
@@ -117,12 +118,14 @@ def copy_out(cache, key, settings, say):
     return True
 
 
-def keep(cache, key, settings, say):
+def keep(cache, key, settings):
     """Keep the whole warm start in its output_dir under a key. What stands in the way is only said."""
     if cache is None or key is None:
         return
     folder, part = Path(settings.output_dir), cache / f".part-{uuid.uuid4().hex}"
     files = [path for path in folder.iterdir() if path.is_file() and path.name not in OWN]
+    if folder / "config.json" not in files:
+        return
     size = sum(path.stat().st_size for path in files)
     try:
         if size > LIMIT:

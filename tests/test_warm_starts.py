@@ -142,9 +142,9 @@ def warm_start(tmp_path):
     return make
 
 
-def test_a_damaged_or_half_written_one_is_never_started_from(warm_start, tmp_path):
-    said, cache = [], tmp_path / "cache"
-    keep(cache, "k", warm_start("made"), said.append)
+def test_a_damaged_or_half_written_one_is_never_started_from(warm_start, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    keep(cache, "k", warm_start("made"))
     assert {path.name for path in (cache / "k").iterdir()} == {
         "model.safetensors",
         "config.json",
@@ -152,17 +152,17 @@ def test_a_damaged_or_half_written_one_is_never_started_from(warm_start, tmp_pat
         MANIFEST,
     }
     target = sft_train.Config(output_dir=str(tmp_path / "new"))
-    assert copy_out(cache, "k", target, said.append)
+    assert copy_out(cache, "k", target)
     weights = cache / "k" / "model.safetensors"
     weights.write_bytes(b"n" + weights.read_bytes()[1:])
-    assert not copy_out(cache, "k", target, said.append)
-    assert "model.safetensors has changed" in said[-1]
+    assert not copy_out(cache, "k", target)
+    assert "model.safetensors has changed" in capsys.readouterr().out
     assert not (tmp_path / "new" / "model.safetensors").exists()
     assert not (cache / "k").exists(), "it is made again, and kept again"
     assert list(cache.iterdir()) == []
     (cache / "half").mkdir()
     (cache / "half" / "model.safetensors").write_text("x")
-    assert not copy_out(cache, "half", target, said.append)
+    assert not copy_out(cache, "half", target)
 
 
 def test_a_killed_write_leaves_nothing_that_is_found_and_goes_after_a_day(warm_start, tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_killed_write_leaves_nothing_that_is_found_and_goes_after_a_day(warm_s
     settings = warm_start("made")
     monkeypatch.setattr(warm_starts, "shutil", Killed(killed))
     with pytest.raises(KeyboardInterrupt):
-        keep(cache, "k", settings, print)
+        keep(cache, "k", settings)
     monkeypatch.undo()
     [part] = cache.iterdir()
     assert part.name.startswith(".part-")
@@ -202,9 +202,9 @@ def test_several_runs_at_once_write_and_read_whole_ones(warm_start, tmp_path):
     def work(i):
         try:
             for turn in range(10):
-                keep(cache, "same", settings[i], lambda text: None)
+                keep(cache, "same", settings[i])
                 target = sft_train.Config(output_dir=str(tmp_path / f"read{i}-{turn}"))
-                if copy_out(cache, "same", target, lambda text: None):
+                if copy_out(cache, "same", target):
                     files = [Path(target.output_dir) / name for name in ("model.safetensors", "config.json")]
                     read.append(files[0].read_bytes() == files[1].read_bytes())
                 if turn == 5:
@@ -224,26 +224,25 @@ def test_several_runs_at_once_write_and_read_whole_ones(warm_start, tmp_path):
 
 
 def test_the_ones_not_used_for_longest_go_and_one_that_is_too_large_is_not_kept(
-    warm_start, tmp_path, monkeypatch
+    warm_start, tmp_path, monkeypatch, capsys
 ):
-    cache, said = tmp_path / "cache", []
+    cache = tmp_path / "cache"
     monkeypatch.setattr(warm_starts, "LIMIT", 1100)
     for n, name in enumerate(("one", "two")):
-        keep(cache, name, warm_start(name, 60), said.append)
+        keep(cache, name, warm_start(name, 60))
         os.utime(cache / name, (n, n))
-    assert copy_out(cache, "one", sft_train.Config(output_dir=str(tmp_path / "x")), said.append), "used now"
-    keep(cache, "three", warm_start("three", 60), said.append)
+    assert copy_out(cache, "one", sft_train.Config(output_dir=str(tmp_path / "x"))), "used now"
+    keep(cache, "three", warm_start("three", 60))
     assert sorted(path.name for path in cache.iterdir()) == ["one", "three"]
-    keep(cache, "huge", warm_start("huge", 5000), said.append)
-    assert "is not kept for other runs" in said[-1]
+    keep(cache, "huge", warm_start("huge", 5000))
+    assert "is not kept for other runs" in capsys.readouterr().out
     assert not (cache / "huge").exists()
 
 
-def test_a_cache_that_cannot_be_written_to_costs_no_run(warm_start, tmp_path):
+def test_a_cache_that_cannot_be_written_to_costs_no_run(warm_start, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    said = []
-    keep(tmp_path / "file" / "cache", "k", warm_start("made"), said.append)
-    assert "the warm start is not kept for other runs" in said[0]
+    keep(tmp_path / "file" / "cache", "k", warm_start("made"))
+    assert "the warm start is not kept for other runs" in capsys.readouterr().out
 
 
 def test_where_warm_starts_are_kept(monkeypatch, tmp_path):
