@@ -84,6 +84,7 @@ REFUSED = {
     "logging_steps": "is not needed: every step is logged",
 }
 NAMED = re.compile(r"--(\w+)|\b([a-z]+(?:_[a-z]+)+)\b(?!\.py)")  # the settings that a hint names
+ROOT = Path(__file__).resolve().parents[1]
 THIS_COMMAND = "this command"  # the last group of --help
 SHOWN_AS = {int: "N", float: "X"}  # the value of a flag in --help
 BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
@@ -471,7 +472,11 @@ def run_main(main, *given):
 
 
 def told(action, *given):
-    """What action(*given) returns; an error that a user can mend ends the script with one line."""
+    """What action(*given) returns; an error that a user can mend ends the script with one line.
+
+    A warning of the project's is one line, too.
+    """
+    warnings.formatwarning = _warning_line
     try:
         return action(*given)
     except (SettingError, DataError, RunError, RewardError) as error:
@@ -492,6 +497,13 @@ def told(action, *given):
         raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _warning_line(message, category, filename, *rest, plain=warnings.formatwarning):
+    """A warning as it is printed: what users are told without the place in the code that tells it."""
+    if category is UserWarning and Path(filename).is_relative_to(ROOT):
+        return f"{Path(sys.argv[0]).name}: warning: {message}\n"
+    return plain(message, category, filename, *rest)
 
 
 def _leave_the_others():

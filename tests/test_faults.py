@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import grpo_train
 from decoding.decoder import GroupDecoder
 from errors import DataError, RunError, SettingError, end_on_interrupt
+from running import parsing
 from running.parsing import parse_config, run_main
 from small_faults import settings_of
 from small_models import paid
@@ -189,6 +191,16 @@ def test_a_disk_that_cannot_be_written_to_any_more_ends_a_run_in_one_line(number
     signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 1
     assert f"out/metrics.jsonl: {os.strerror(number)}; go on with --resume true" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_without_the_code_that_gives_it(monkeypatch):
+    """`/.../problems/prompts.py:341: UserWarning: eval_problems=100: ...`, and the line of code below it."""
+    monkeypatch.setattr(warnings, "formatwarning", None)
+    parsing.told(lambda: None)
+    line = warnings.formatwarning("be careful", UserWarning, str(ROOT / "problems" / "sources.py"), 3)
+    assert line == f"{Path(sys.argv[0]).name}: warning: be careful\n"
+    other = warnings.formatwarning("of torch", UserWarning, "/lib/torch/x.py", 3)
+    assert other == "/lib/torch/x.py:3: UserWarning: of torch\n"
 
 
 @pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py", "grpo_eval.py"])
