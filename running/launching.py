@@ -117,7 +117,8 @@ def parse_on_all(config_class, doc, given=None):
     with together():
         if is_main:
             config = parse_config(config_class, description=doc)
-            print(config.first_line, flush=True)
+            if PARENT not in os.environ:  # it has said so already
+                print(config.first_line, flush=True)
     [config] = broadcast_object_list([config])
     command = re.sub("--output[-_]dir[= ][^ ]*", "", " ".join(sys.argv[1:]))  # the first process's counts
     refuse_unlike({("command line", "of the script"): command})
