@@ -331,14 +331,17 @@ def _default(name, value):
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
 
 
+def columns_of(config):
+    """The columns that the settings name, None where they name none."""
+    return {name: getattr(config, f"{name}_column") for name in ("question", "answer", "solution")}
+
+
 def problems_of(config, responses=False, also=None):
     """The problems that the settings of a training or an evaluation name.
 
     also: the settings of another run, whose columns are read where the data has them and none are named here.
     """
-    columns = dict(
-        question=config.question_column, answer=config.answer_column, solution=config.solution_column
-    )
+    columns = columns_of(config)
     also = {field: (also or {}).get(f"{field}_column") for field in columns}
     how = dict(limit=config.limit, seed=config.seed, responses=responses)
     return load_problems(config.dataset, config.split, columns, also=also, **how)
