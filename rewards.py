@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -325,6 +326,7 @@ def _module_of(path, changed_at, size):
 
 
 LARGEST_REWARD = 1e30  # squares and sums of a batch of such are finite still
+SECONDS_BETWEEN_LOOKS = 0.2  # at the time that a reward function takes
 
 
 def _shown(error):
@@ -344,7 +346,8 @@ def _batch(completions):
 def _time_limit(where, completions, seconds):
     """Ends the process with one line where what is inside takes longer; 0 seconds: no limit.
 
-    The reward stays in the main thread, where SIGALRM and CUDA want it; a timer's thread ends it.
+    The reward stays in the main thread, where SIGALRM and CUDA want it; a thread that is started once ends
+    it, since to start one for each function would take longer than most functions do.
     """
     if not seconds:
         yield
@@ -355,23 +358,51 @@ def _time_limit(where, completions, seconds):
         print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    # For a reward that holds the interpreter itself, so that no other thread runs.
-    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    _start_watching()
+    _limits.append((time.monotonic() + seconds, end))
     try:
         yield
     finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
+        _limits.pop()
+
+
+_limits = []  # of what runs now: when its time is up, and what to do then
+
+
+@functools.cache
+def _start_watching():
+    def watch():
+        while True:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            for when, end in list(_limits):
+                if time.monotonic() > when:
+                    end()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _last_resort(seconds):
+    """Ends the process where a reward holds the interpreter itself, so that no other thread runs."""
+    if seconds:
+        faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        if seconds:
+            faulthandler.cancel_dump_traceback_later()
+
+
+NESTED = (list, dict)  # a call for each text of thousands would take milliseconds
 
 
 def _copied(value):
     """A deep copy of lists and dicts: what a function does to its arguments reaches no other and no log."""
     if isinstance(value, list):
-        return [_copied(v) for v in value] if value and isinstance(value[0], list | dict) else value.copy()
-    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+        if not (value and isinstance(value[0], NESTED)):
+            return value.copy()
+        return [_copied(v) if isinstance(v, NESTED) else v for v in value]
+    return {k: _copied(v) if isinstance(v, NESTED) else v for k, v in value.items()}
 
 
 def _number(value, where, completion):
@@ -554,9 +585,11 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log
     parts = {}
     totals, scored = [math.nan] * len(completions), [math.nan] * len(completions)
     at_step = "" if step is None else f" at step {step}"
-    for function, weight in functions:
-        where = f"reward function {reward_name(function)}{at_step}"
-        values = _values(function, columns, where, timeout)
+    wheres = [f"reward function {reward_name(function)}{at_step}" for function, _ in functions]
+    with _last_resort(timeout * len(functions)):
+        pairs = zip(functions, wheres, strict=True)
+        returned = [_values(function, columns, where, timeout) for (function, _), where in pairs]
+    for (function, weight), where, values in zip(functions, wheres, returned, strict=True):
         parts[_free_name(reward_name(function), parts)] = values
         is_only_logged = weight == 0 and any(w for _, w in functions)
         for i, value in enumerate(values):
