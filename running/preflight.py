@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.any_model import vocab_logits
 from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
@@ -49,7 +49,7 @@ def report(config, functions):
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
     check_positions(model, problems + held_out, config)
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
-    answer_format = ANSWER_FORMATS[config.answer_format]
+    answer_format = answer_format_named(config.answer_format)
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, config.interaction, compiled=False)
     decoder.choose_path()
     _print_sampling(model, decoder, config)
@@ -100,7 +100,7 @@ def _print_prompt(problems, tokenizer, config):
     remarks = Prompting.of(config).remarks(tokenizer, problems) or [whose]
     if problems[0].opening:
         remarks.append(f"it opens the answer with {problems[0].opening!r}, which counts as the answer's")
-    remarks.append(f"thinking ends at {ANSWER_FORMATS[config.answer_format].think_end!r}")
+    remarks.append(f"thinking ends at {answer_format_named(config.answer_format).think_end!r}")
     _print("prompt", f"{'; '.join(remarks)}; the first prompt:\n{problems[0].prompt}")
 
 
@@ -313,7 +313,7 @@ def _print_gold(problems, functions, config, decoder):
 
     They are what the tokenizer gives back of them, as a model that writes them would be read.
     """
-    answer_format = ANSWER_FORMATS[config.answer_format]
+    answer_format = answer_format_named(config.answer_format)
 
     def as_read(text, p):
         ids = decoder.tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)

@@ -78,7 +78,10 @@ class TrainConfig:
         none_words=("all",),
     )
     answer_format: str = setting(
-        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), inherited=True, in_card=True
+        "xml",
+        f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name of your own",
+        inherited=True,
+        in_card=True,
     )
     grading: str = setting(
         "number",
@@ -286,6 +289,9 @@ class TrainConfig:
         self._check_choices()
         self._check_lora()
         check_prompting(self)
+        path, _, name = self.answer_format.rpartition(":")
+        if path:  # whoever evaluates the model may stand in another folder
+            object.__setattr__(self, "answer_format", f"{Path(path).resolve()}:{name}")
         if (self.keep_best or self.patience) and not self.eval_every:
             raise SettingError("eval_every", 0, "keep_best and patience need evaluations")
         if self.eval_every and not self.eval_problems:
