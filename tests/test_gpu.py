@@ -678,6 +678,8 @@ def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_t
 @pytest.mark.parametrize("more", ["", "--lora_r=4", "--torch_compile=false", "--optimizer=adamw_8bit"])
 def test_a_run_in_fp16_scales_its_loss_and_scores_what_it_sampled(more, tmp_path):
     """The difference of the log-probs is that of bf16, or less by far; few steps overflow."""
+    if "8bit" in more:
+        pytest.importorskip("bitsandbytes")
     means = {}
     for precision in ("bf16", "fp16"):
         words = [sys.executable, "grpo_train.py", *FLAGS.split(), *more.split(), f"--precision={precision}"]
