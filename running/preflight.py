@@ -25,7 +25,14 @@ from decoding.tokens import end_answers_on
 from errors import Interrupted, SettingError, is_out_of_memory, one_line
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
-from learning.models import check_positions, load_frozen, load_model, load_policy, load_tokenizer
+from learning.models import (
+    check_positions,
+    load_frozen,
+    load_model,
+    load_policy,
+    load_tokenizer,
+    policy_bytes,
+)
 from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
@@ -125,7 +132,7 @@ def _print_memory(model, config):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     copy = count * model.dtype.itemsize
     parts = {
-        "policy": copy if config.lora_r else 4 * count,
+        "policy": policy_bytes(model, config),
         "gradients": 4 * trained,
         "moments": config.moment_bytes * trained,
         "sampler": copy,
