@@ -76,7 +76,7 @@ REFUSED = {
     "mixed_precision": "is precision here: bf16, fp16 or fp32",
     "use_vllm": "is not needed: the trainer samples by itself (see decoding/)",
     "use_peft": "is --lora_r here: above 0 trains LoRA adapters",
-    "load_in_8bit": "is not supported: --lora_r 32 --load_in_4bit true and --optimizer adamw_8bit save memory",
+    "load_in_8bit": "is not supported: try --lora_r 32 --load_in_4bit true, or --optimizer adamw_8bit",
     "max_seq_length": "is two settings here: max_prompt_length and max_completion_length",
     "max_length": "is two settings here: max_prompt_length and max_completion_length",
     "warmup_steps": "is warmup_ratio here, a share of all steps",
