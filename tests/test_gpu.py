@@ -573,25 +573,26 @@ def test_what_own_and_strangers_let_paths_hear_is_that_of_plain_torch(dtype):
     real = torch.arange(W, device="cuda") < V
     real[5:9] = False
     expected = torch.where(real, logits.float(), IMPOSSIBLE).unflatten(1, (-1, LOGIT_BLOCK)).amax(-1)
-    tables = SimpleNamespace(
-        next_state=torch.zeros(2, V, dtype=torch.long, device="cuda"), real=real, pad_id=0
-    )
-    tables.is_eos = torch.zeros(V, dtype=torch.bool, device="cuda")
-    kinds = dict.fromkeys(("ids", "t", "state", "key"), torch.long) | dict.fromkeys(
-        ("logp", "uniforms"), torch.float32
-    )
-    kinds |= dict.fromkeys(("thinking", "ended", "finished"), torch.bool)
-    wide = ("ids", "logp", "uniforms", "thinking")
-    columns = {
-        name: torch.zeros(*((n, 8) if name in wide else (n,)), dtype=kind, device="cuda")
-        for name, kind in kinds.items()
-    }
-    rows = Rows(*[None] * len(Rows._fields))._replace(logits=logits, **columns)
-    rows = rows._replace(
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(n, *shape, dtype=dtype, device="cuda")
+
+    next_state = torch.zeros(2, V, dtype=torch.long, device="cuda")
+    is_eos = torch.zeros(V, dtype=torch.bool, device="cuda")
+    tables = SimpleNamespace(next_state=next_state, is_eos=is_eos, real=real, pad_id=0)
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        logits=logits,
         key=row_keys(1, 2, 3, n).cuda(),
         t=torch.randint(0, 7, (n,), device="cuda"),
-        heard_ids=torch.zeros(n, 8, K, dtype=torch.long, device="cuda"),
-        heard_probs=torch.zeros(n, 8, K, device="cuda"),
+        state=zeros(dtype=torch.long),
+        ended=zeros(dtype=torch.bool),
+        finished=zeros(dtype=torch.bool),
+        ids=zeros(8, dtype=torch.long),
+        thinking=zeros(8, dtype=torch.bool),
+        logp=zeros(8),
+        uniforms=zeros(8),
+        heard_ids=zeros(8, K, dtype=torch.long),
+        heard_probs=zeros(8, K),
     )
     block_tops = torch.empty_like(expected)
     temperature, limit = torch.tensor(0.7, device="cuda"), torch.tensor(8, device="cuda")
