@@ -35,7 +35,8 @@ from learning.learner import make_learner
 from learning.memory import peak_gib
 from learning.models import check_positions, refresh
 from learning.parallel import max_over_processes, together
-from problems.prompts import Prompting
+from problems.prompts import Prompting, columns_of
+from problems.sources import GIVEN, given_problems
 from rewards import (
     RewardLog,
     check_parameters,
@@ -73,6 +74,16 @@ OF_THE_RUN = ("step", "bad_examples", "train_seconds", "step_seconds", "rollout_
 OF_THE_RUN += ("update_seconds",)
 
 
+def given_rewards(config, functions):
+    """The (function, weight) pairs of functions, or of such pairs, that were given in Python."""
+    if not functions:
+        raise SettingError("reward_functions", functions, "must hold at least one function")
+    if config.reward or config.reward_weights:
+        names = ("reward", config.reward) if config.reward else ("reward_weights", config.reward_weights)
+        raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
+    return [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
+
+
 def check_rewards(config, reward_functions, problem):
     """Refuse reward functions that need an argument which problems like this one do not give them."""
     columns = reward_columns([problem], [""], [[]], config.answer_format)
@@ -90,16 +101,22 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None, problems=None, study=None):
-    """Run a training; (function, weight) pairs and Problems given here replace those of the settings.
+def train(config, reward_functions=None, dataset=None, study=None):
+    """Run a training; the rewards and problems given here replace those of the settings.
 
-    study: the RunOfStudy whose training this is: it has models loaded, and asks its questions at its steps.
+    reward_functions: functions as TRL's GRPOTrainer takes them, or (function, weight) pairs. dataset: rows
+    with a question and an answer: a list of dicts, a datasets.Dataset, or Problems. study: the RunOfStudy
+    whose training this is: it has models loaded, and asks its questions at its steps.
     """
-    if problems is not None and config.warm_start != "none":
-        remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
-        raise SettingError("warm_start", config.warm_start, remedy)
+    given, problems = reward_functions is not None, None
+    reward_functions = given_rewards(config, reward_functions) if given else chosen_rewards(config)
+    if dataset is not None:
+        if config.warm_start != "none":
+            remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
+            raise SettingError("warm_start", config.warm_start, remedy)
+        config = replace(config, dataset=GIVEN)
+        problems = given_problems(dataset, columns_of(config), limit=config.limit)
     with Run(config, SHOWN) as run:  # processes and signals; one that is told to stop writes a checkpoint
-        reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         loaded = study.loaded if study else Loaded()
         with together():  # where one process cannot load them, all end with its line

@@ -45,7 +45,9 @@ class Config:
     answer_column: str | None = from_training(None, "column of the answer", idle_beside=ASIDE)
     solution_column: str | None = from_training(None, "column of the worked solution", idle_beside=ASIDE)
     answer_format: str | None = from_training(
-        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), idle_beside=("compare",)
+        "xml",
+        f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name",
+        idle_beside=("compare",),
     )
     grading: str | None = from_training(
         "number", "what is right: number or math, as for grpo_train.py", idle_beside=ASIDE

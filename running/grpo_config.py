@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from rewards import REWARD_SETS, load_reward, reward_name
@@ -198,7 +198,7 @@ class Config(TrainConfig):
     @property
     def think_end(self):
         """The text that ends the reasoning of a completion."""
-        return ANSWER_FORMATS[self.answer_format].think_end
+        return answer_format_named(self.answer_format).think_end
 
     @property
     def interaction(self):

@@ -21,7 +21,7 @@ import yaml
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.any_model import vocab_logits
 from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
@@ -31,7 +31,14 @@ from errors import Interrupted, SettingError, is_out_of_memory, one_line
 from learning.device import choose_device
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
-from learning.models import check_positions, load_frozen, load_model, load_policy, load_tokenizer
+from learning.models import (
+    check_positions,
+    load_frozen,
+    load_model,
+    load_policy,
+    load_tokenizer,
+    policy_bytes,
+)
 from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems, problems_of
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
@@ -97,7 +104,7 @@ def _check(said, functions, end):
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
     check_positions(model, problems + held_out, config)
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
-    answer_format = ANSWER_FORMATS[config.answer_format]
+    answer_format = answer_format_named(config.answer_format)
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, config.interaction, compiled=False)
     decoder.choose_path()
     _check_prompt(said, problems, tokenizer)
@@ -160,7 +167,7 @@ def _check_prompt(said, problems, tokenizer):
     remarks = [] if remarks else [whose]
     if problems[0].opening:
         remarks.append(f"it opens the answer with {problems[0].opening!r}, which counts as the answer's")
-    remarks.append(f"thinking ends at {ANSWER_FORMATS[config.answer_format].think_end!r}")
+    remarks.append(f"thinking ends at {answer_format_named(config.answer_format).think_end!r}")
     said.say("prompt", "; ".join(remarks))
     if config.verbose:
         said.lines.append(f"the first prompt:\n{prompt}")
@@ -195,7 +202,7 @@ def _check_memory(said, model):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     copy = count * model.dtype.itemsize
     parts = {
-        "policy": copy if config.lora_r else 4 * count,
+        "policy": policy_bytes(model, config),
         "gradients": 4 * trained,
         "moments": config.moment_bytes * trained,
         "sampler": copy,
@@ -386,7 +393,7 @@ def _check_gold(said, problems, functions, decoder):
     They are what the tokenizer gives back of them, as a model that writes them would be read.
     """
     config = said.config
-    answer_format = ANSWER_FORMATS[config.answer_format]
+    answer_format = answer_format_named(config.answer_format)
 
     def as_read(text, p):
         ids = decoder.tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)

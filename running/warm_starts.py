@@ -19,6 +19,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from answers.user_files import code_of, user_files
 from decoding.engine import say
 from reporting.files import sha256_of, write_whole
 from running.contract import model_fingerprint, problems_fingerprint
@@ -62,10 +63,11 @@ def key_of(settings, inputs, device, processes):
     is_on_gpu = device.type == "cuda"
     threads = settings.cpu_threads or (1 if is_on_gpu else torch.get_num_threads())
     code = {name: digest for name, digest in imported_files("sft_train.py") if not name.startswith(UNUSED)}
+    of_the_user = [sha256_of(file) for _, path in code_of(settings) for file in user_files(path)]
     depends_on = {
         "settings": {name: value for name, value in everything.items() if name not in free},
         "inputs": inputs | {"start": start},
-        "code": code,
+        "code": [code, of_the_user],
         "machine": [platform.system(), platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "device": torch.cuda.get_device_name(device) if is_on_gpu else device.type,
         "threads": threads,
