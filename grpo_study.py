@@ -14,7 +14,7 @@ if __name__ == "__main__":
     from running.parsing import told
     from running.study_file import study_of_command
 
-    GIVEN = told(study_of_command, __doc__)  # before torch is imported, which takes seconds
+    SETTINGS = told(study_of_command, __doc__)  # before torch is imported, which takes seconds
 
 import contextlib
 import dataclasses
@@ -364,4 +364,4 @@ def main(given=None):
 
 
 if __name__ == "__main__":
-    run_main(main, GIVEN)
+    run_main(main, SETTINGS)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     from running.grpo_config import Config
     from running.parsing import parse_early
 
-    GIVEN = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
+    SETTINGS = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
 
 import math
 import statistics
@@ -650,4 +650,4 @@ def main(given=None):
 
 
 if __name__ == "__main__":
-    run_main(main, GIVEN)
+    run_main(main, SETTINGS)

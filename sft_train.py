@@ -13,7 +13,7 @@ if __name__ == "__main__":
     from running.parsing import parse_early
     from running.sft_config import Config
 
-    GIVEN = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
+    SETTINGS = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
 
 import json
 import math
@@ -209,4 +209,4 @@ def main(given=None):
 
 
 if __name__ == "__main__":
-    run_main(main, GIVEN)
+    run_main(main, SETTINGS)
