@@ -57,7 +57,6 @@ from running.run import Run
 from running.strangers import hear_strangers
 from sft_train import warm_start
 
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 SHOWN = {
     "reward": "reward {:.3g}",
     "skipped": "SKIPPED: {}",
