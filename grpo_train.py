@@ -39,7 +39,7 @@ from problems.prompts import Prompting, columns_of
 from problems.sources import GIVEN, given_problems
 from rewards import (
     RewardLog,
-    check_parameters,
+    check_rewards,
     compute_rewards,
     reward_columns,
     right_answers,
@@ -81,15 +81,6 @@ def given_rewards(config, functions):
         names = ("reward", config.reward) if config.reward else ("reward_weights", config.reward_weights)
         raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
     return [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
-
-
-def check_rewards(config, reward_functions, problem):
-    """Refuse reward functions that need an argument which problems like this one do not give them."""
-    columns = reward_columns([problem], [""], [[]], config.answer_format)
-    try:
-        check_parameters(reward_functions, {*columns, "trainer_state", *RewardLog([]).arguments})
-    except ValueError as error:
-        raise SettingError("reward", config.reward, str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from answers.formats import (
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
 from answers.user_files import named_in_file, shown_error
-from errors import RewardError, one_line
+from errors import RewardError, SettingError, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
 
@@ -505,6 +505,15 @@ def reward_columns(problems, texts, completion_ids, answer_format):
         solution=solutions,
         answer_format=answer_format,
     )
+
+
+def check_rewards(config, reward_functions, problem):
+    """Refuse reward functions that need an argument which problems like this one do not give them."""
+    columns = reward_columns([problem], [""], [[]], config.answer_format)
+    try:
+        check_parameters(reward_functions, {*columns, "trainer_state", *RewardLog([]).arguments})
+    except ValueError as error:
+        raise SettingError("reward", config.reward, str(error)) from error
 
 
 def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log=None):

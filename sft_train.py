@@ -26,12 +26,11 @@ from answers.formats import answer_format_named
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
-from errors import DataError, SettingError
 from learning.device import choose_device
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard, together
-from problems.prompts import Prompting, prepare_problems, problems_of
+from problems.prompts import Prompting, prepare_problems, problems_of, responses
 from reporting.files import write_whole
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
@@ -51,41 +50,6 @@ SHOWN = {
     "learning_rate": "lr {:.2g}",
     "step_seconds": "{:.3g} s",
 }
-
-
-def responses(problems, tokenizer, config):
-    """Pairs of a problem and the ids to learn, which go on from the prompt and end on the EOS of the chat
-    template.
-
-    Longer responses than max_completion_length are left out.
-    """
-    answer_format, eos = answer_format_named(config.answer_format), Prompting.of(config).eos_id(tokenizer)
-    if eos is None:
-        remedy = "the tokenizer names no EOS token, and the chat template writes none: set eos_token"
-        raise SettingError("model", config.model, f"{remedy} in tokenizer_config.json")
-    kept = []
-    for p in problems:
-        text = p.problem.response or _worked_answer(p.problem, answer_format, config)
-        ids = tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)["input_ids"]
-        ids += [eos] if ids[-1:] != [eos] else []  # some data ends its responses on it already
-        if len(ids) <= config.max_completion_length:
-            kept.append((p, ids))
-    if not kept:
-        limit = f"max_completion_length={config.max_completion_length} tokens"
-        raise DataError(f"{config.dataset}: no response fits into {limit}; raise it")
-    return kept[: config.unique_train_examples]
-
-
-def _worked_answer(problem, answer_format, config):
-    """The worked solution in the answer format; unchanged where it is in that format already."""
-    reasoning, marker, answer = problem.solution.rpartition("####")
-    if not marker:
-        what = f"problem {problem.id} has no worked solution ending in `#### answer`"
-        raise DataError(f"{config.dataset}: {what}, which supervised training needs")
-    reasoning, answer = reasoning.strip(), answer.strip()
-    if answer_format.extract(reasoning) == answer:  # as MATH's solutions have it in boxed
-        return reasoning
-    return answer_format.write(reasoning, answer)
 
 
 def as_rollout(pairs, tables, device):

@@ -284,7 +284,9 @@ class Prompting:
                 if _letters(text) in _letters(p.prompt):
                     faults[f"changes the {what}: the model reads it in other letters or spaces"] = None
                 elif role in SYSTEM_ROLES:
-                    faults[f"leaves the {what} out: the model must know the format already"] = None
+                    faults[
+                        f"leaves the {what} out: training alone teaches the format, as it does for `tiny`"
+                    ] = None
                 else:
                     faults[f"changes the {what}, or leaves parts of it out"] = None
         return list(faults)
@@ -365,3 +367,39 @@ def prepare_problems(config, tokenizer, responses=False, problems=None):
         held_out, more_skipped = prompting.encode(tokenizer, held_out, config.max_prompt_length)
         skipped += more_skipped
     return train, held_out, skipped
+
+
+def responses(problems, tokenizer, config):
+    """Pairs of a problem and the ids to learn, which go on from the prompt and end on the EOS of the chat
+    template.
+
+    Longer responses than max_completion_length are left out.
+    """
+    answer_format, eos = answer_format_named(config.answer_format), Prompting.of(config).eos_id(tokenizer)
+    if eos is None:
+        remedy = "the tokenizer names no EOS token, and the chat template writes none: set eos_token"
+        raise SettingError("model", config.model, f"{remedy} in tokenizer_config.json")
+    kept = []
+    for p in problems:
+        text = p.problem.response or _worked_answer(p.problem, answer_format, config)
+        ids = tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)["input_ids"]
+        ids += [eos] if ids[-1:] != [eos] else []  # some data ends its responses on it already
+        if len(ids) <= config.max_completion_length:
+            kept.append((p, ids))
+    if not kept:
+        limit = f"max_completion_length={config.max_completion_length} tokens"
+        raise DataError(f"{config.dataset}: no response fits into {limit}; raise it")
+    return kept[: config.unique_train_examples]
+
+
+def _worked_answer(problem, answer_format, config):
+    """The worked solution in the answer format; unchanged where it is in that format already."""
+    reasoning, marker, answer = problem.solution.rpartition("####")
+    if not marker:
+        what = f"problem {problem.id} has no worked solution ending in `#### answer`"
+        remedy = "add a `solution` column, or leave the warm start out with --warm_start none"
+        raise DataError(f"{config.dataset}: {what}, which supervised training needs: {remedy}")
+    reasoning, answer = reasoning.strip(), answer.strip()
+    if answer_format.extract(reasoning) == answer:  # as MATH's solutions have it in boxed
+        return reasoning
+    return answer_format.write(reasoning, answer)

@@ -40,8 +40,8 @@ from learning.models import (
     policy_bytes,
 )
 from learning.precision import compute_dtype
-from problems.prompts import Prompting, prepare_problems, problems_of
-from rewards import RewardLog, compute_rewards, reward_columns, right_answers
+from problems.prompts import Prompting, prepare_problems, problems_of, responses
+from rewards import RewardLog, check_rewards, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do, trainer_state
 from running.sft_config import warm_start_settings
@@ -60,6 +60,7 @@ class Report:
     config: object
     findings: list = field(default_factory=list)
     lines: list = field(default_factory=list)
+    is_whole: bool = False  # nothing was refused
 
     def say(self, name, text):
         self.lines.append(f"{name}: {text}")
@@ -70,9 +71,10 @@ class Report:
     def show(self):
         if self.findings:
             print("\n  ".join([f"findings ({len(self.findings)}):", *self.findings]))
-        else:
+        elif self.is_whole:
             print("findings: none")
-        print("\n".join(["", *self.lines]))
+        if self.lines:
+            print("\n".join(["", *self.lines]))
         if self.config.verbose:
             print("\n" + yaml.safe_dump(dataclasses.asdict(self.config), sort_keys=False))
         print(end="", flush=True)
@@ -85,6 +87,7 @@ def report(config, functions):
         warnings.simplefilter("always", UserWarning)
         try:
             _check(said, functions, time.monotonic() + SECONDS)
+            said.is_whole = True
         finally:
             of_ours = (w for w in caught if Path(w.filename).is_relative_to(Path(__file__).parents[1]))
             said.findings[:0] = dict.fromkeys(str(warning.message) for warning in of_ours)
@@ -97,6 +100,9 @@ def _check(said, functions, end):
     start, warm_start_is_pending = _start(config)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
+    check_rewards(config, functions, problems[0].problem)
+    if warm_start_is_pending:
+        _check_warm_start(config)
     device = choose_device()
     refuse_used(config)
     dtype = compute_dtype(config.precision, device)
@@ -140,6 +146,14 @@ def _kept_warm_start(config):
     processes = max(1, config.num_processes or torch.cuda.device_count())
     inputs = read_inputs(settings, problems_of(settings, responses=True))
     return kept_at(cache, key_of(settings, inputs, device, processes))
+
+
+def _check_warm_start(config):
+    """Refuse data that the warm start which is still to come cannot learn from."""
+    settings = warm_start_settings(config)
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
+    problems, _, _ = prepare_problems(settings, tokenizer, responses=True)
+    responses(problems, tokenizer, settings)
 
 
 def _check_sampling(said, model, decoder):
@@ -428,13 +442,16 @@ def _check_gold(said, problems, functions, decoder):
     near_texts = [as_read(text, scored) for text in near.values()]
     near = dict(zip(near, _rewards(functions, [scored] * len(near), near_texts, config), strict=True))
     said.say(f"near misses of {gold!r}", ", ".join(f"{name} {total:.3g}" for name, total in near.items()))
-    as_much = [name for name in ("another answer", "nothing") if near[name] >= best]
-    if as_much:
-        said.find(f"{' and '.join(as_much)} earns as much as the right answer: the rewards teach nothing")
-    if not any(right) or best <= near["nothing"]:
+    if near["another answer"] >= best:
+        said.find(f"the answer {gold + '7'!r} earns as much as {gold!r}: the rewards do not tell them apart")
+    if not any(right):
         wrong = "no reference answer of this data is right in this format"
         remedy = f"{wrong}: see --grading and the columns of the data"
         raise SettingError("answer_format", config.answer_format, remedy)
+    if best <= near["nothing"]:
+        paid = ["reward", config.reward] if config.reward else ["reward_set", config.reward_set]
+        earned = f"a right answer earns {best:.3g}, and an empty completion {near['nothing']:.3g}"
+        raise SettingError(*paid, f"{earned}: the rewards teach nothing")
 
 
 def _paid(functions, problems, texts, config):

@@ -14,7 +14,7 @@ import grpo_train
 import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
-from errors import SettingError
+from errors import DataError, SettingError
 from running import preflight
 from running.preflight import predicted_peak
 from small_faults import settings_of
@@ -70,6 +70,54 @@ def test_what_a_refused_check_has_found_is_shown_before_the_refusal(fault_start,
     with pytest.raises(SettingError, match="no reference answer of this data is right"):
         check(settings_of(fault_start, tmp_path / "out", **settings), capsys)
     assert "findings (2):\n  every learning rate is 0" in capsys.readouterr().out
+
+
+def test_a_refused_check_never_says_that_nothing_was_found(fault_start, tmp_path, capsys):
+    """`findings: none` stood above `line 17: has no answer`."""
+    (tmp_path / "mine.jsonl").write_text('{"questoin": "Who?", "answer": "1"}\n')
+    with pytest.raises(DataError, match="has no question"):
+        check(settings_of(fault_start, tmp_path / "out", dataset=str(tmp_path / "mine.jsonl")), capsys)
+    assert capsys.readouterr().out == ""
+
+
+def checked(config, function):
+    return grpo_train.preflight.report(config, [(function, 1.0)])
+
+
+def right_number(completions, answer, **columns):
+    return [float(gold in chat[0]["content"]) for chat, gold in zip(completions, answer, strict=True)]
+
+
+def test_rewards_that_pay_nothing_are_blamed_themselves_and_not_the_format(fault_start, tmp_path, capsys):
+    """A reward that compared a whole chat with the answer paid 0 for all; `--grading` was the advice."""
+    config = settings_of(fault_start, tmp_path / "out")
+    with pytest.raises(SettingError, match="^reward_set=.*a right answer earns 0, and an empty completion 0"):
+        checked(config, lambda completions, answer, **_: [0.0 for _ in answer])
+    assert " count as right" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_that_is_paid_in_full_is_shown(fault_start, tmp_path, capsys):
+    """`another answer earns as much: the rewards teach nothing` was said of 527, which contains 52."""
+    checked(settings_of(fault_start, tmp_path / "out"), right_number)
+    printed = capsys.readouterr().out
+    assert re.search(r"the answer '(\d+)7' earns as much as '\1': the rewards do not tell them", printed)
+    assert "teach nothing" not in printed
+
+
+def test_a_reward_that_needs_what_the_data_lacks_is_refused_as_the_run_refuses_it(fault_start, tmp_path):
+    """The check called it, and named a line of rewards.py."""
+    with pytest.raises(SettingError, match="needs ground_truth, which is not among answer, answer_format, "):
+        checked(settings_of(fault_start, tmp_path / "out"), lambda completions, ground_truth: [])
+
+
+def test_data_that_a_warm_start_cannot_learn_from_are_refused_by_the_check(tmp_path, capsys):
+    """The check passed, and the run was refused: a file of questions and answers has no worked solutions."""
+    rows = [{"question": f"What is {n} and 1 ?", "answer": str(n + 1)} for n in range(8)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(model="tiny", dataset=str(tmp_path / "mine.jsonl"), eval_every=0)
+    settings |= dict(warm_start="configs/tiny_warm_start.yaml", output_dir=str(tmp_path / "out"))
+    with pytest.raises(DataError, match="train-0 has no worked solution .* --warm_start none"):
+        check(grpo_train.Config(**settings), capsys)
 
 
 def test_a_check_ends_when_its_minute_is_over(fault_start, tmp_path, capsys, monkeypatch):
@@ -177,9 +225,8 @@ def test_the_check_counts_what_a_grader_does_not_decide(fault_start, tmp_path, c
 
 
 def test_the_check_waits_for_a_warm_start(fault_start, tmp_path, capsys):
-    assert "a warm start comes first" in check(
-        settings_of(fault_start, tmp_path / "out", warm_start="configs/tiny_warm_start.yaml"), capsys
-    )
+    settings = dict(warm_start="configs/tiny_warm_start.yaml", max_completion_length=60)  # it must fit in
+    assert "a warm start comes first" in check(settings_of(fault_start, tmp_path / "out", **settings), capsys)
 
 
 @pytest.mark.parametrize(
