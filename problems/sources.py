@@ -236,10 +236,10 @@ def _problem(where, row, columns, default_id, responses):
     answer = _without_commas(answer.strip())
     if not question.strip() or not (answer or (responses and response)):
         missing = "answer" if question.strip() else "question"
-        there = ", ".join(map(str, row))
-        raise DataError(
-            f"{where}: has no {missing} (columns: {there}); name it with a *_column setting or mend the row"
-        )
+        empty, there = column[missing], ", ".join(map(str, row))
+        why = f"its {empty} is empty" if empty else f"columns: {there}"
+        remedy = f"name it with --{missing}_column or mend the row"
+        raise DataError(f"{where}: has no {missing} ({why}); {remedy}")
     extra = {field: _shown(where, row, column) for column, field in EXTRA.items() if column in row}
     extra = {"id": default_id} | {field: value for field, value in extra.items() if value}
     more = dict(row)

@@ -16,7 +16,7 @@ from errors import NoRoomError, SettingError
 from learning.models import merged_state
 from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
-from problems.sources import HUB
+from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
 from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, read_metrics, write_whole
 from running.contract import noted
@@ -220,7 +220,10 @@ def say_what_is_there(run):
         return run.say(f"the warm start is made: {folder}")
     if run.config.keep_best:
         run.say(f"best: {_best_of(run)}")
-    run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+    data = run.config.dataset
+    is_all_seen = data == GIVEN or Path(data).is_file()  # grpo_eval.py refuses to ask what was trained on
+    other = " --dataset OTHER_PROBLEMS.jsonl" if is_all_seen else ""
+    run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}{other}")
     run.say(f"its page: {folder / 'report.html'}")
 
 

@@ -446,7 +446,8 @@ def _check_gold(said, problems, functions, decoder):
         said.find(f"the answer {gold + '7'!r} earns as much as {gold!r}: the rewards do not tell them apart")
     if not any(right):
         wrong = "no reference answer of this data is right in this format"
-        remedy = f"{wrong}: see --grading and the columns of the data"
+        read = f"the first one reads {one_line(repr(texts[0]), 150)}, as the tokenizer can write it"
+        remedy = f"{wrong}: see --grading and the columns of the data ({read})"
         raise SettingError("answer_format", config.answer_format, remedy)
     if best <= near["nothing"]:
         paid = ["reward", config.reward] if config.reward else ["reward_set", config.reward_set]

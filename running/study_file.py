@@ -362,7 +362,10 @@ def _plan(file, base, start, arms, evaluations):
     try:
         text = Path(file.text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        what = f"cannot be read ({type(error).__name__}): name the Markdown file that says what is compared"
+        why = f"cannot be read ({type(error).__name__})" if file.text else "is left out"
+        what = (
+            f"{why}: write what is compared, and what will count as what, into a Markdown file, and name it"
+        )
         raise SettingError("text", file.text, what) from error
     planned = []
     for arm in arms:

@@ -197,7 +197,11 @@ BAD = {
     ),
     "no answer": ("a.jsonl", GOOD + b'{"question": "Q"}\n', r"line 2: has no answer"),
     "blank question": ("a.jsonl", GOOD + b'{"question": " ", "answer": "1"}\n', r"line 2: has no question"),
-    "null answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": null}\n', r"line 2: has no answer"),
+    "null answer": (
+        "a.jsonl",
+        GOOD + b'{"question": "Q", "answer": null}\n',
+        r"line 2: has no answer \(its answer is empty\); name it with --answer_column or mend the row",
+    ),
     "NaN answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": NaN}\n', r"line 2: has no answer"),
     "nothing after ####": (
         "a.jsonl",

@@ -20,6 +20,7 @@ from problems.problem import EncodedProblem, Problem
 from problems.sources import GIVEN, load_problems
 from reporting.files import read_run_config
 from running.evaluation import held_out_accuracy
+from running.folder import say_what_is_there
 from running.log import MetricsLog, step_line
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
@@ -54,6 +55,17 @@ def stand_in(config, **parts):
     run.accelerator, run.stop = Accelerator(cpu=True), SimpleNamespace(asked=lambda: 0, agreed=lambda: 0)
     vars(run).update(parts)
     return run
+
+
+@pytest.mark.parametrize("kind", ["file", "rows", "folder"])
+def test_the_command_that_a_run_ends_with_is_one_that_evaluates(tmp_path, capsys, kind):
+    """`grpo_eval.py --model DIR` was named, which refuses the one file that the model was trained on."""
+    (tmp_path / "mine.jsonl").write_text("")
+    data = {"file": str(tmp_path / "mine.jsonl"), "rows": GIVEN, "folder": str(tmp_path)}[kind]
+    config = grpo_train.Config(dataset=data, output_dir=str(tmp_path / "out"))
+    say_what_is_there(stand_in(config, outer=None, folder=tmp_path / "out"))
+    other = "" if kind == "folder" else " --dataset OTHER_PROBLEMS.jsonl"
+    assert f"grpo_eval.py --model {tmp_path / 'out'}{other}\n" in capsys.readouterr().out
 
 
 def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):

@@ -115,6 +115,7 @@ BAD = {
     "a primary that is not asked": ({"primary": "greedy"}, "primary='greedy': must be one of mean2"),
     "no seeds": ({"seeds": None}, "seeds=None: is missing"),
     "no text": ({"text": "studies/none.md"}, "text='studies/none.md': cannot be read"),
+    "text left out": ({"text": ""}, "text='': is left out: write what is compared"),
     "greedy samples": ({"evaluations": [{**MEAN, "temperature": 0}]}, "greedy answers are all the same"),
     "one interacting sample": (
         {"evaluations": [{**MEAN, "samples": 1, "interacts": True}]},
