@@ -238,6 +238,8 @@ def conclude(folder, note, status, step, seconds, reason=None):
 def make_all(bench, cards):
     """Every run that is still to be made, then the results; with several cards in processes of their own."""
     study, others = bench.study, set()
+    if WORKER not in os.environ and not any(map(study.unfinished, study.seeds)):
+        return write_results(study.folder)  # a kill may have come before them
     while seeds := [s for s in study.seeds if s not in others and study.unfinished(s)]:
         if cards > 1:
             run_on_cards(bench, cards)

@@ -74,13 +74,20 @@ OF_THE_RUN += ("update_seconds",)
 
 
 def given_rewards(config, functions):
-    """The (function, weight) pairs of functions, or of such pairs, that were given in Python."""
+    """The (function, weight) pairs of a function, or of functions or pairs, that were given in Python."""
+    functions = [functions] if callable(functions) else functions  # as TRL takes one
     if not functions:
         raise SettingError("reward_functions", functions, "must hold at least one function")
     if config.reward or config.reward_weights:
         names = ("reward", config.reward) if config.reward else ("reward_weights", config.reward_weights)
         raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
-    return [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
+    pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
+    for pair in pairs:
+        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], int | float):
+            raise SettingError(
+                "reward_functions", pair[0], "is neither a function nor a (function, weight) pair"
+            )
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ def train(config, reward_functions=None, dataset=None, study=None):
             raise SettingError("warm_start", config.warm_start, remedy)
         config = replace(config, dataset=GIVEN)
         problems = given_problems(dataset, columns_of(config), limit=config.limit)
-    with Run(config, SHOWN) as run:  # processes and signals; one that is told to stop writes a checkpoint
+    of_study = study is not None
+    with Run(config, SHOWN, of_study=of_study) as run:  # processes, signals; if told to stop, a checkpoint
         start = warm_start(config, run)
         loaded = study.loaded if study else Loaded()
         with together():  # where one process cannot load them, all end with its line

@@ -72,6 +72,8 @@ def given_problems(rows, columns=None, *, limit=None):
     rows: any iterable, such as a list or a datasets.Dataset; the first `limit` of them are read. Raises
     DataError as `load_problems` does.
     """
+    if isinstance(rows, str | Path):
+        raise DataError(f"dataset: {rows} is a name, and rows belong here: say Config(dataset={str(rows)!r})")
     rows = list(itertools.islice(rows, limit))
     if not rows:
         raise DataError("dataset: holds no rows")

@@ -28,11 +28,13 @@ class Run:
 
     On SIGTERM, SIGINT, SIGUSR1 or at its time limit a run saves the finished steps and exits with 128 + the
     signal. shown: {metric: format} of a step's line. outer: the run that this one is the warm start of.
-    few_lines: a step is a move of the bar, and has no line of its own.
+    few_lines: a step is a move of the bar, and has no line of its own. of_study: a study makes it, goes on
+    with it by itself and throws its model away.
     """
 
-    def __init__(self, config, shown, outer=None, few_lines=False):
+    def __init__(self, config, shown, outer=None, few_lines=False, of_study=False):
         self.config, self.shown, self.outer, self.few_lines = config, shown, outer, few_lines
+        self.of_study = of_study
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
@@ -242,7 +244,9 @@ class Run:
         reason = f"stopped by {signal.Signals(number % TIME_IS_OVER).name}"
         if number >= TIME_IS_OVER:
             reason = f"stopped, since the time of stop_after={self.config.stop_after or 0:g} minutes is over"
-        self.say(f"{reason}: {kept}; go on with --resume true")
+        is_said = self.config.resume or self.of_study  # a study has no --resume
+        go_on = "the same command again" if is_said else "--resume true"
+        self.say(f"{reason}: {kept}; go on with {go_on}")
         self.accelerator.wait_for_everyone()
         sys.exit(128 + number % TIME_IS_OVER)
 

@@ -68,6 +68,32 @@ def test_the_command_that_a_run_ends_with_is_one_that_evaluates(tmp_path, capsys
     assert f"grpo_eval.py --model {tmp_path / 'out'}{other}\n" in capsys.readouterr().out
 
 
+def test_a_run_of_a_study_is_not_told_of_a_flag_that_studies_lack_nor_of_a_model_that_goes(
+    tmp_path, capsys, monkeypatch
+):
+    """It ended with `go on with --resume true`, which grpo_study.py refuses, or a command on no model."""
+    config = grpo_train.Config(output_dir=str(tmp_path))
+    told = SimpleNamespace(agreed=lambda: 15)
+    opened = []
+
+    def begin(*given, **how):
+        opened.append(stand_in(config, folder=tmp_path, stop=told, **how))
+        raise Stopped
+
+    monkeypatch.setattr(grpo_train, "Run", begin)
+    for study in (None, object()):
+        with pytest.raises(Stopped):
+            grpo_train.train(config, study=study)
+        with pytest.raises(SystemExit):
+            opened[-1].save_and_leave()
+        say_what_is_there(opened[-1])
+    alone, of_study = capsys.readouterr().out.split("its page: ")[:2]
+    assert "go on with --resume true\n" in alone
+    assert "grpo_eval.py --model" in alone
+    assert "go on with the same command again\n" in of_study
+    assert "grpo_eval.py" not in of_study
+
+
 def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     """As `complete` answers them, which is tested against `generate`."""
     decoder, rows = GroupDecoder(llama, tokenizer), []
@@ -119,7 +145,7 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     """Instead of names, as TRL takes them; what is returned says where the model is."""
     settings = dict(batch_size=2, num_generations=2, num_steps=2, max_completion_length=8, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    weight, functions = (0.5, [(length_reward, 0.5)]) if kind == "Problems" else (1.0, [length_reward])
+    weight, functions = (0.5, [(length_reward, 0.5)]) if kind == "Problems" else (1.0, length_reward)
     result = grpo_train.train(config, reward_functions=functions, dataset=rows_of(kind))
     assert result.folder == tmp_path
     assert result.metrics["step"] == 2
@@ -145,6 +171,14 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
             "no column 'Q' for the question",
         ),
         (dict(reward_functions=[]), {}, SettingError, "must hold at least one function"),
+        (dict(reward_functions="rewards.py:f"), {}, SettingError, "reward_functions='r': is neither a func"),
+        (dict(reward_functions=(length_reward, 0.5)), {}, SettingError, "=0.5: is neither a function"),
+        (
+            dict(dataset="mine.jsonl"),
+            {},
+            DataError,
+            r"mine.jsonl is a name, .*Config\(dataset='mine.jsonl'\)",
+        ),
         (
             dict(reward_functions=[(len, 1.0)]),
             dict(reward_weights=[2.0, 1.0]),

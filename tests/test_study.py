@@ -339,6 +339,15 @@ def test_a_killed_study_goes_on_and_makes_no_finished_run_again(pretended, tmp_p
     assert set(statuses(study).values()) == {"finished"}
 
 
+def test_a_study_that_is_done_says_again_what_came_out(pretended, tmp_path, capsys, monkeypatch):
+    """Its command ended without a word, and after a kill before the results there were none."""
+    run_all(tmp_path)
+    monkeypatch.setattr(grpo_study, "write_results", lambda folder: print(f"results of {folder}"))
+    run_all(tmp_path)
+    assert f"results of {tmp_path / 'out'}\n" in capsys.readouterr().out
+    assert len(pretended.made) == 6
+
+
 def test_a_seed_whose_start_is_gone_is_run_again_whole(pretended, tmp_path):
     """Arms from two starts are no pairs. A seed that was whole is left alone."""
     study = read(tmp_path)
