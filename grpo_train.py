@@ -365,6 +365,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
                 **replaced,
                 **update_metrics,
                 **speed_metrics(run, sampled.rollout),
+                **listening_metrics(config, sampled, right, inspection),
             }
             metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
@@ -786,11 +787,35 @@ def rollout_metrics(run, sampled, right, rewards, gate=None):
     return metrics
 
 
+def listening_metrics(config, sampled, right, effect):
+    """What listening did to the group that was read again, explained in docs/metrics.md; {} in other steps.
+
+    `right`: the verdicts of the sampled completions. Sets the effect's own.
+    """
+    if effect is None or not effect.completions:
+        return {}
+    texts, answers = [c.text for c in effect.completions], sampled.references[: len(effect.completions)]
+    effect.right = right_answers(texts, answers, config.answer_format, config.grading)
+    changed = [
+        token != other
+        for completion, alone in zip(sampled.completions, effect.alone, strict=False)
+        for token, other in zip(completion.ids, alone, strict=True)
+    ]
+    verdicts = [(bool(now), bool(alone)) for now, alone in zip(right, effect.right, strict=False)]
+    return {
+        "listening_tokens": len(changed),
+        "listening_changed_tokens": sum(changed),
+        "listening_became_right": verdicts.count((True, False)),
+        "listening_became_wrong": verdicts.count((False, True)),
+    }
+
+
 def logged_metrics(sampled, metrics):
     """What reward functions have logged by log_metric: means over their calls, of all processes."""
     gathered = gather_object([sampled.logged.metrics])
     names = sorted({name for one in gathered for name in one})
-    own = [name for name in names if name in metrics or name.startswith("eval_") or name in OF_THE_RUN]
+    taken = {*metrics, *OF_THE_RUN}
+    own = [name for name in names if name in taken or name.startswith(("eval_", "listening_"))]
     if own:
         raise RewardError(f"log_metric({own[0]!r}): the run has a metric of this name; choose another")
     return {name: statistics.fmean(v for one in gathered for v in one.get(name, ())) for name in names}
