@@ -60,7 +60,7 @@ def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
         others = lines(out / "rollouts.jsonl")
         assert not any("alone" in r for r in others)
         assert not any("listening_tokens" in m for m in lines(out / "metrics.jsonl"))
-        if "lambda" in flags:  # the run that nobody listens in has the same weights and draws at its first step
+        if "lambda" in flags:  # nobody listens here; weights and draws of the first step are the same
             plain = {r["generation"]: r for r in others[:4]}
             for g, record in changed.items():
                 there = [plain[g][name] for name in ("completion", "extracted", "right")]
