@@ -56,25 +56,29 @@ class GroupLines:
     offset: int
     paths: int = 0
     size: int = 0
+    is_torn: bool = False  # one of its lines is damaged
 
 
 def read_groups(path, size=0, max_rollouts=MAX_ROLLOUTS, max_bytes=MAX_BYTES):
     """Groups of completions in the order of steps: those with tokens first, evenly over the run.
 
-    `size`: paths of a whole group; the last group may still be incomplete, and is then left out. Only what is
-    shown is kept: the file may be larger than the memory. Returns the groups, and the file's number of them.
+    `size`: paths of a whole group; one that has fewer, since it is being written or has damaged lines, is
+    left out. Only what is shown is kept: the file may be larger than the memory. Returns the groups, and the
+    file's number of them.
     """
     detailed, plain, group = [], [], None
-    for offset, length, record in located_records(path):
-        if record["generation"] == 0:
+    for offset, length, record in located_records(path, broken="skip"):
+        if record.get("generation") == 0:
             group = GroupLines(offset)
             (detailed if "tokens" in record else plain).append(group)
         if group:
+            group.is_torn |= offset != group.offset + group.size
             group.paths += 1
             group.size += length
-    for groups in (detailed, plain):
-        if groups and groups[-1] is group and group.paths < size:
-            groups.pop()
+    detailed, plain = (
+        [group for group in groups if group.paths >= size and not group.is_torn]
+        for groups in (detailed, plain)
+    )
     most_paths = max((g.paths for g in detailed + plain), default=1)
     most_bytes = max((g.size for g in detailed + plain), default=1)
     room = max(1, min(max_rollouts // most_paths, max_bytes // most_bytes))
@@ -123,9 +127,9 @@ def read_evaluations(path):
 
     {steps, questions: [{id, question, answer, right, extracted, texts}]}; the last three hold a value a step.
     """
-    steps = evenly(sorted({row["step"] for row in read_records(path)}), MAX_EVALUATIONS)
+    steps = evenly(sorted({row["step"] for row in read_records(path, broken="skip")}), MAX_EVALUATIONS)
     questions, seen = {}, Counter()
-    for row in read_records(path):
+    for row in read_records(path, broken="skip"):
         if row["step"] not in steps:
             continue
         question = row["step"], row["example_id"], row["question"], row["answer"]
@@ -351,6 +355,11 @@ def without_middle(text, longest):
         return text
     note = f"\n[... {len(text) - longest:,} characters are left out here; samples.jsonl has them ...]\n"
     return text[: longest // 2] + note + text[len(text) - (longest - longest // 2) :]
+
+
+def style_of_a_page():
+    """The look of report.html, for other pages."""
+    return re.search(r"<style>\n(.*?)</style>", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 def filled(template, title, data, **parts):
