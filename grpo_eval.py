@@ -734,9 +734,9 @@ def compare_evaluations(config):
     print(text)
     or_warn(draw_comparison, results, folder, name)
     or_warn(write_comparison_page, sides, results, folder, name)
+    print(f"every question with its answers: {folder / name}.html")
     print(f"kept in {folder / name}.json")
     print(f"drawn in {folder / name}.svg and .png")
-    print(f"every question with its answers: {folder / name}.html")
     print_json(results, config)
 
 
