@@ -56,7 +56,6 @@ class GroupLines:
     offset: int
     paths: int = 0
     size: int = 0
-    is_torn: bool = False  # one of its lines is damaged
 
 
 def read_groups(path, size=0, max_rollouts=MAX_ROLLOUTS, max_bytes=MAX_BYTES):
@@ -68,17 +67,16 @@ def read_groups(path, size=0, max_rollouts=MAX_ROLLOUTS, max_bytes=MAX_BYTES):
     """
     detailed, plain, group = [], [], None
     for offset, length, record in located_records(path, broken="skip"):
-        if record.get("generation") == 0:
+        generation = record.get("generation")
+        if generation == 0:
             group = GroupLines(offset)
             (detailed if "tokens" in record else plain).append(group)
+        elif group and (generation != group.paths or offset != group.offset + group.size):
+            group = None  # a damaged line stood before this one
         if group:
-            group.is_torn |= offset != group.offset + group.size
             group.paths += 1
             group.size += length
-    detailed, plain = (
-        [group for group in groups if group.paths >= size and not group.is_torn]
-        for groups in (detailed, plain)
-    )
+    detailed, plain = ([group for group in groups if group.paths >= size] for groups in (detailed, plain))
     most_paths = max((g.paths for g in detailed + plain), default=1)
     most_bytes = max((g.size for g in detailed + plain), default=1)
     room = max(1, min(max_rollouts // most_paths, max_bytes // most_bytes))
