@@ -16,7 +16,7 @@ from errors import one_line
 from reporting.files import LOGS, damaged_lines, read_metrics
 from reporting.page import write_report
 from reporting.plots import draw
-from reporting.runs import is_evaluation, is_run, names_of, runs_below, write_runs_page
+from reporting.runs import folders_below, is_evaluation, is_run, names_of, write_runs_page
 
 
 def main():
@@ -30,65 +30,72 @@ def main():
     parser.add_argument("--watch", nargs="?", type=float, const=30.0, metavar="SECONDS", help=help_text)
     args = parser.parse_args()
     if args.watch is not None and not 1 <= args.watch <= 86400:
-        parser.error(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
-    runs, evaluations = find(args.runs, parser)
+        refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
+    runs, evaluations = find(args.runs)
     for folder in evaluations:
-        report_on(folder)
+        if folder in map(Path, args.runs) or is_stale(folder):
+            report_on(folder)
     is_one = len(args.runs) == 1 and is_run(args.runs[0])
     if is_one and args.out is None and args.watch is None:
         draw_curves(runs, runs[0])
         report_on(runs[0])
     elif runs:
-        out = folder_for(runs, args, parser)
+        out = folder_for(runs, args)
         draw_curves(runs, out)
         for run in runs:
+            if not (run / "curves.svg").exists():
+                draw_curves([run], run)
             if is_one or is_stale(run):
                 report_on(run)
-        write_over(args, runs, out, parser)
+        write_over(args, runs, out)
 
 
-def find(given, parser):
+def refuse(line):
+    print(f"python -m reporting: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+def find(given):
     """The runs and the evaluations that are meant, each once; ends with a line on what is neither."""
-    runs, evaluations = [], []
+    runs, evaluations = {}, {}
     for name in given:
-        if is_run(name):
-            found = [Path(name)]
-        elif is_evaluation(name):
-            found = []
-            evaluations.append(Path(name))
-        elif not (found := runs_below(name)):
-            remedy = (
-                "give a folder that grpo_train.py, sft_train.py or grpo_eval.py wrote, or one with runs in it"
+        found = [Path(name)] if is_run(name) or is_evaluation(name) else folders_below(name)
+        if not found:
+            wrote = "grpo_train.py, sft_train.py or grpo_eval.py wrote"
+            refuse(
+                f"{name} holds no metrics.jsonl: give a folder that {wrote}, or one with such folders in it"
             )
-            parser.error(f"{name} holds no metrics.jsonl: {remedy}")
-        runs += found
-    once = {run.resolve(): run for run in reversed(runs)}
-    return [run for run in runs if once.pop(run.resolve(), None) is not None], evaluations
+        for folder in found:
+            (runs if is_run(folder) else evaluations).setdefault(folder.resolve(), folder)
+    return list(runs.values()), list(evaluations.values())
 
 
-def folder_for(runs, args, parser):
+def folder_for(runs, args):
     """The folder of the page over runs, made if need be; refused where a run or an evaluation is."""
     out = Path(args.out or os.path.commonpath([run.resolve().parent for run in runs]))
     if is_run(out) or is_evaluation(out):
-        parser.error(f"{out} is a run's own folder, whose curves would be written over: give another --out")
+        refuse(f"{out} is a run's own folder, whose curves would be written over: give another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--out {out}: cannot be made ({error.strerror})")
+        refuse(f"--out {out}: cannot be made ({error.strerror})")
     return out
 
 
 def draw_curves(runs, out):
     lines = {name: read_metrics(run) for name, run in zip(names_of(runs), runs, strict=True)}
-    draw(lines, out)
+    try:
+        draw(lines, out)
+    except OSError as error:
+        tell(f"{out}: its curves cannot be drawn ({one_line(error)})")
     if (out / "curves.svg").exists():
         print(f"{out / 'curves.svg'}, {out / 'curves.png'}")
 
 
 def is_stale(run):
-    """Whether a run's page is missing, or older than what it shows."""
-    page, logs = run / "report.html", [run / name for name in LOGS if (run / name).exists()]
-    return not page.exists() or page.stat().st_mtime < max(log.stat().st_mtime for log in logs)
+    """Whether the page of a run or an evaluation is missing, or older than what it shows."""
+    page, read = run / "report.html", [run / name for name in (*LOGS, "samples.jsonl")]
+    return not page.exists() or any(f.exists() and page.stat().st_mtime < f.stat().st_mtime for f in read)
 
 
 def report_on(folder):
@@ -109,7 +116,7 @@ def tell(line):
     print(f"note: {line}", file=sys.stderr, flush=True)
 
 
-def write_over(args, runs, out, parser):
+def write_over(args, runs, out):
     """Write the page over runs, and with --watch again whenever their logs have grown, until Ctrl-C."""
     notes = []
     print(write_runs_page(runs, out, notes, args.watch), flush=True)
@@ -122,7 +129,7 @@ def write_over(args, runs, out, parser):
             shown, notes = state_of(runs), []
             while state_of(runs) == shown:
                 time.sleep(args.watch)
-                runs, _ = find(args.runs, parser)
+                runs, _ = find(args.runs)
             write_runs_page(runs, out, notes, args.watch)
     except KeyboardInterrupt:
         write_runs_page(runs, out, [])  # which opens no longer anew

@@ -13,6 +13,7 @@ from reporting.plots import PANELS, is_rounding
 TEMPLATE = Path(__file__).with_name("runs_template.html")
 MOST_POINTS, FEWEST_POINTS, ALL_POINTS = 500, 50, 20_000  # of a curve, and of all runs together
 DEEPEST = 3  # levels below a folder in which runs are looked for: a study has runs/SEED/ARM
+VERSION_OF = "version of "
 OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "resume", "resume_anyway", "run_name", "stop_after")
 
 
@@ -24,12 +25,14 @@ def is_evaluation(folder):
     return all((Path(folder) / name).is_file() for name in ("report.json", "samples.jsonl"))
 
 
-def runs_below(folder):
-    """The folders of runs in a folder, in the order of their names; in a run nothing more is looked for."""
+def folders_below(folder):
+    """The folders of runs and evaluations in a folder, in the order of their names; in them nothing more is
+    looked for.
+    """
     found, folder = [], Path(folder)
     for path, folders, _ in os.walk(folder):
         depth = len(Path(path).relative_to(folder).parts)
-        is_found = is_run(path)
+        is_found = is_run(path) or is_evaluation(path)
         found += [Path(path)] if is_found else []
         stays_above = is_found or depth == DEEPEST
         folders[:] = [] if stays_above else sorted(name for name in folders if not name.startswith("."))
@@ -80,10 +83,13 @@ def metrics_to_show(curves):
 
 
 def differing(settings):
-    """The names of settings that runs do not share, in the order in which runs have them."""
+    """The names of settings that runs have with different values, in the order in which runs have them.
+
+    One that a run lacks, since another script or an earlier version wrote it, differs in nothing.
+    """
     names = dict.fromkeys(name for of_run in settings for name in of_run)
-    shown = {name: {repr(of_run.get(name)) for of_run in settings} for name in names}
-    return [name for name in names if len(shown[name]) > 1 and name not in OF_THE_FOLDER]
+    values = {name: {repr(of_run[name]) for of_run in settings if name in of_run} for name in names}
+    return [name for name in names if len(values[name]) > 1 and name not in OF_THE_FOLDER]
 
 
 def runs_page(folders, out, notes, reload=None):
@@ -112,7 +118,13 @@ def runs_page(folders, out, notes, reload=None):
         )
     ]
     titles = {metric: title for title, metric in PANELS.items()}
-    data = {"runs": runs, "settings": names, "metrics": {name: titles.get(name, name) for name in shown}}
+    groups = [name for name in names if name not in ("seed", "commit") and not name.startswith(VERSION_OF)]
+    data = {
+        "runs": runs,
+        "settings": names,
+        "groups": groups,
+        "metrics": {name: titles.get(name, name) for name in shown},
+    }
     data |= {"width": width, "reload": reload, "written": time.strftime("%Y-%m-%d %H:%M:%S")}
     return filled(TEMPLATE, f"{len(runs)} runs", data, STYLE=style_of_a_page())
 
@@ -128,11 +140,16 @@ def _lines_of(folder, notes):
 
 
 def _settings_of(folder, notes):
+    """The settings of a run, and each package's version as one more; none where they cannot be read."""
     try:
-        return read_run_config(folder)
+        settings = read_run_config(folder)
     except SettingError as error:
         notes.append(f"{folder}: its settings are left out: {error}")
         return {}
+    versions = settings.pop("versions", None)
+    if isinstance(versions, dict):
+        settings |= {f"{VERSION_OF}{package}": version for package, version in versions.items()}
+    return settings
 
 
 def _text(value):

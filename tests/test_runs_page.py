@@ -5,7 +5,7 @@ import yaml
 from test_page import HOSTILE, browser, data_of, write_lines  # noqa: F401 (a fixture)
 
 from reporting.__main__ import main
-from reporting.runs import curves_of, differing, metrics_to_show, names_of, runs_below, thinned
+from reporting.runs import curves_of, differing, folders_below, metrics_to_show, names_of, runs_page, thinned
 
 LOSS = {"loss": 3e-8, "logp_diff": 4e-7}
 
@@ -66,7 +66,7 @@ def contents(folder):
 
 def test_a_folder_of_runs_has_a_page_and_none_of_their_files_is_overwritten(four, reporting):
     """The curves of all runs took the place of the first one's own, on its page too."""
-    for run in runs_below(four):
+    for run in folders_below(four):
         (run / "curves.svg").write_text("its own")
     (four / "grpo" / "0" / "report.html").write_text("written after the last step")
     before = contents(four)
@@ -84,6 +84,7 @@ def test_a_folder_of_runs_has_a_page_and_none_of_their_files_is_overwritten(four
     assert [run["name"] for run in data["runs"]] == ["grpo/0", "grpo/1", "m3po/0", "m3po/1"]
     assert [run["page"] for run in data["runs"]] == [f"./{run['name']}/report.html" for run in data["runs"]]
     assert data["settings"] == ["m3po_lambda", "seed"], "what they share is not shown, nor their folders"
+    assert data["groups"] == ["m3po_lambda"]
     assert [run["steps"] for run in data["runs"]] == [4, 4, 4, 3]
     assert [run["finished"] for run in data["runs"]] == [True, True, True, False]
     assert data["runs"][2]["curves"]["reward"] == [[1, 0.1], [2, 1.1], [3, 2.1], [4, 3.1]]
@@ -107,6 +108,15 @@ def test_several_runs_are_shown_where_they_all_are_or_in_out(four, reporting, tm
     status, _, said = reporting(*runs, "--out", tmp_path / "file" / "x")
     assert status == 2
     assert "cannot be made (Not a directory)" in said[-1]
+
+
+def test_runs_are_not_grouped_by_the_version_of_what_made_them(tmp_path):
+    settings = ({"seed": 0, "commit": "a", "versions": {"torch": "2.11", "numpy": "2"}, "beta": 0.0},)
+    settings += ({"seed": 0, "commit": "b", "versions": {"torch": "2.12", "numpy": "2"}, "beta": 0.1},)
+    folders = [a_run(tmp_path / str(i), [1.0], **of_run) for i, of_run in enumerate(settings)]
+    data = data_of(runs_page(folders, tmp_path, []))
+    assert data["settings"] == ["beta", "commit", "version of torch"]
+    assert data["groups"] == ["beta"]
 
 
 def test_one_run_gets_its_own_page_and_curves_again_and_no_other_file(four, reporting):
@@ -144,12 +154,12 @@ def test_what_is_wrong_with_a_run_is_one_line_and_the_others_are_shown(four, rep
 def test_a_folder_without_runs_is_refused_in_one_line(reporting, tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "none"):
-        status, _, said = reporting(tmp_path / name)
+        status, _, [said] = reporting(tmp_path / name)
         assert status == 2
-        assert f"{tmp_path / name} holds no metrics.jsonl: give a folder that" in said[-1]
-    status, _, said = reporting(tmp_path, "--watch", "0.1")
+        assert f"{tmp_path / name} holds no metrics.jsonl: give a folder that" in said
+    status, _, [said] = reporting(tmp_path, "--watch", "0.1")
     assert status == 2
-    assert "--watch 0.1: must be from 1 to 86400 seconds" in said[-1]
+    assert "--watch 0.1: must be from 1 to 86400 seconds" in said
     assert not list((tmp_path / "empty").iterdir())
 
 
@@ -161,6 +171,8 @@ def test_an_evaluation_s_page_is_written_again(reporting, tmp_path):
         folder = an_evaluation(tmp_path / "e", [(1, 0)])
     (folder / "report.html").unlink()
     assert reporting(folder) == (0, [str(folder / "report.html")], [])
+    (folder / "report.html").unlink()
+    assert reporting(tmp_path) == (0, [str(folder / "report.html")], []), "a folder of evaluations"
     assert data_of((folder / "report.html").read_text())["kind"] == "evaluation"
 
 
@@ -175,9 +187,9 @@ def test_runs_are_looked_for_below_a_folder_but_not_within_runs(tmp_path):
     a_run(tmp_path / "b" / "warm_start", [1.0])
     a_run(tmp_path / "study" / "runs" / "0" / "arm", [1.0])
     a_run(tmp_path / ".hidden", [1.0])
-    assert [path.relative_to(tmp_path).as_posix() for path in runs_below(tmp_path)] == ["b"]
-    assert len(runs_below(tmp_path / "study")) == 1
-    assert runs_below(tmp_path / "no such folder") == []
+    assert [path.relative_to(tmp_path).as_posix() for path in folders_below(tmp_path)] == ["b"]
+    assert len(folders_below(tmp_path / "study")) == 1
+    assert folders_below(tmp_path / "no such folder") == []
 
 
 def test_a_long_curve_is_a_mean_over_steps_at_the_last_of_them():
@@ -191,7 +203,7 @@ def test_a_metric_of_rounding_errors_is_not_shown_and_one_of_bf16_is():
         "truncated"
     ]
     assert metrics_to_show([{"logp_diff": [[1, 3e-7]]}, {"logp_diff": [[1, 8e-3]]}]) == ["logp_diff"]
-    assert differing([{"a": 1, "b": [1]}, {"a": 1, "b": [2], "c": None}, {"a": 1, "b": [1]}]) == ["b"]
+    assert differing([{"a": 1, "b": [1]}, {"a": 1, "b": [2], "c": 3}, {"a": 1, "b": [1]}]) == ["b"]
 
 
 def test_the_page_is_written_again_when_a_run_has_gone_on(four, reporting, monkeypatch):
@@ -228,15 +240,15 @@ def test_curves_are_picked_grouped_hovered_and_hidden(four, reporting, browser):
     assert tab.locator("#table b").count() == 0
     tab.select_option("#group", "m3po_lambda")
     names = tab.locator("#legend button").all_inner_texts()
-    assert names == ["m3po_lambda 0.0: 3.5 (3 to 4, 2 runs)", "m3po_lambda 0.1: 3.1 (3.1 to 3.1, 2 runs)"]
+    assert names == ["3.5 (3 to 4, 2 runs): m3po_lambda 0.0", "3.1 (3.1 to 3.1, 2 runs): m3po_lambda 0.1"]
     tab.locator("#chart").focus()
     for _ in range(4):
         tab.keyboard.press("ArrowRight")
     tip = tab.locator("#tip").inner_text()
-    assert tip.startswith("step 4\nm3po_lambda 0.0: 3.5 (3 to 4)")
-    assert "m3po_lambda 0.1: 2.6 (2.1 to 3.1), at step 3" in tip, "the mean is of steps that all of them have"
+    assert tip.split("\n")[:3] == ["step 4", "3.5 (3 to 4)", "m3po_lambda 0.0"]
+    assert "2.6 (2.1 to 3.1), at step 3\nm3po_lambda 0.1" in tip, "the mean is of steps that all of them have"
     tab.keyboard.press("ArrowLeft")
-    assert tab.locator("#tip").inner_text().startswith("step 3\nm3po_lambda 0.1: 2.6 (2.1 to 3.1)")
+    assert tab.locator("#tip").inner_text().startswith("step 3\n2.6 (2.1 to 3.1)\nm3po_lambda 0.1")
     tab.locator("#legend button").first.click()
     assert tab.locator("#chart path").count() == 4, "a band, two runs and their mean"
     tab.keyboard.press("n")
