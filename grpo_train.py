@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.controls import row_keys
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
@@ -236,7 +236,7 @@ class Config(TrainConfig):
     @property
     def think_end(self):
         """The text that ends the reasoning of a completion."""
-        return ANSWER_FORMATS[self.answer_format].think_end
+        return answer_format_named(self.answer_format).think_end
 
     @property
     def interaction(self):

@@ -3,12 +3,10 @@
 Every function takes time linear in a completion's length, except `math_reward`, whose work is bounded.
 """
 
-import ast
 import asyncio
 import contextlib
 import faulthandler
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -34,6 +32,7 @@ from answers.formats import (
 )
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
+from answers.user_files import named_in_file, shown_error
 from errors import RewardError, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
@@ -257,15 +256,7 @@ def load_reward(spec):
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"{spec!r}: the weight {weight!r} is not a finite number")
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"{spec!r}: there is no file {path}")
-    version = file.stat()
-    try:
-        module = _module_of(file.resolve(), version.st_mtime_ns, version.st_size)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        raise ValueError(f"{path} does not import: {_shown(error)}") from error
-    function = getattr(module, name, None)
+    function = named_in_file(path, name)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
     if isinstance(function, type):
@@ -274,63 +265,8 @@ def load_reward(spec):
     return function, value
 
 
-# What belongs to the commit, where a reward file stands beside it
-OWN = "answers decoding learning problems reporting running errors m3po_module rewards solver".split()
-OWN += ["grpo_train", "grpo_eval", "sft_train"]
-
-
-def reward_files(path):
-    """A reward file and the modules of its folder that it imports, what those import included."""
-    files, folder = [Path(path).resolve()], Path(path).resolve().parent
-    for file in files:  # which grow meanwhile
-        for above, name in _imported(file):
-            is_own = not above and folder == Path(__file__).parent and name.partition(".")[0] in OWN
-            base = [file, *file.parents][above] if above else folder
-            parts = [] if is_own else name.split(".")
-            stems = [base.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
-            found = [f for stem in stems for f in (stem.with_suffix(".py"), stem / "__init__.py")]
-            files += [f for f in found if f.is_file() and f not in files]
-    return files
-
-
-def _imported(file):
-    """Pairs (dots before it, dotted name) of what may be a module in a file's imports, or in its strings."""
-    names = []
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, SyntaxError, ValueError):  # it has not been imported, then
-        nodes = []
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names += [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            named = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
-            names += [(node.level, name) for name in named]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for importlib
-            names += [(0, word) for word in re.findall(r"^[A-Za-z_][\w.]*$", node.value.removesuffix(".py"))]
-    return names
-
-
-@cache
-def _module_of(path, changed_at, size):
-    """The module that a user's file makes, for as long as the file stays the same."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses of the file look themselves up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
-
-
 LARGEST_REWARD = 1e30  # squares and sums of a batch of such are finite still
 SECONDS_BETWEEN_LOOKS = 0.2  # at the time that a reward function takes
-
-
-def _shown(error):
-    return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 def _quote(completion):
@@ -537,7 +473,7 @@ def _values(function, columns, where, timeout):
         try:
             values = _called(function, _copied(columns))
         except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
-            raise RewardError(f"{where} raised {_shown(error)} for {_batch(completions)}") from error
+            raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
         values = values.tolist()
     if not isinstance(values, list | tuple):
