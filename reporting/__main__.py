@@ -32,13 +32,12 @@ def main():
     if args.watch is not None and not 1 <= args.watch <= 86400:
         refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
     runs, evaluations = find(args.runs)
-    for folder in evaluations:
-        if folder in map(Path, args.runs) or is_stale(folder):
-            report_on(folder)
+    asked = [folder for folder in evaluations if folder in map(Path, args.runs) or is_stale(folder)]
+    are_made = [report_on(folder) for folder in asked]
     is_one = len(args.runs) == 1 and is_run(args.runs[0])
     if is_one and args.out is None and args.watch is None:
         draw_curves(runs, runs[0])
-        report_on(runs[0])
+        are_made.append(report_on(runs[0]))
     elif runs:
         out = folder_for(runs, args)
         draw_curves(runs, out)
@@ -48,6 +47,8 @@ def main():
             if is_one or is_stale(run):
                 report_on(run)
         write_over(args, runs, out)
+    if not all(are_made):
+        sys.exit(1)
 
 
 def refuse(line):
@@ -99,7 +100,10 @@ def is_stale(run):
 
 
 def report_on(folder):
-    """Write the page of a run or an evaluation; what is damaged in its logs is told in a line."""
+    """Write the page of a run or an evaluation; what is damaged in its logs is told in a line.
+
+    Returns whether there is a page.
+    """
     for name in LOGS:
         if damaged := damaged_lines(folder / name):
             tell(f"{folder / name}: {damaged} damaged {'line is' if damaged == 1 else 'lines are'} left out")
@@ -109,6 +113,8 @@ def report_on(folder):
         print(write_report(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # written by something else
         tell(f"{folder}: its page cannot be made ({type(error).__name__}: {one_line(error)})")
+        return False
+    return True
 
 
 @functools.cache  # each line once

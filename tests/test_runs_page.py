@@ -174,6 +174,10 @@ def test_an_evaluation_s_page_is_written_again(reporting, tmp_path):
     (folder / "report.html").unlink()
     assert reporting(tmp_path) == (0, [str(folder / "report.html")], []), "a folder of evaluations"
     assert data_of((folder / "report.html").read_text())["kind"] == "evaluation"
+    (folder / "samples.jsonl").write_text('{"doc_id": "q0"}\n{"doc')
+    status, printed, [note] = reporting(folder)
+    assert (status, printed) == (1, [])
+    assert note.startswith(f"note: {folder}: its page cannot be made (JSONDecodeError")
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
