@@ -1,8 +1,8 @@
 """Pages and curves of runs: python -m reporting RUN [RUN ...] [--out FOLDER] [--watch [SECONDS]]
 
-One run, or evaluation, gets its curves and its report.html again. Several runs, or a folder of them, get a
-page over all, runs.html, and their curves in one figure, in a folder of their own; report.html is written
-where a run has none, or one that is older than its log.
+One run gets its curves and its report.html again, one evaluation its report.html. Several runs, or a folder
+of them, get a page over all, runs.html, and their curves in one figure, in the folder that all of them are
+in; report.html is written where a run has none, or one that is older than its log.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from reporting.files import LOGS, damaged_lines, read_metrics
 from reporting.page import write_report
 from reporting.plots import draw
 from reporting.runs import folders_below, is_evaluation, is_run, names_of, write_runs_page
+
+STILL_GOING = 180  # seconds since the last line of a log
 
 
 def main():
@@ -41,7 +43,7 @@ def main():
     elif runs:
         out = folder_for(runs, args)
         draw_curves(runs, out)
-        for run in runs:
+        for run in (run for run in runs if not writes_itself(run)):
             if not (run / "curves.svg").exists():
                 draw_curves([run], run)
             if is_one or is_stale(run):
@@ -97,6 +99,14 @@ def is_stale(run):
     """Whether the page of a run or an evaluation is missing, or older than what it shows."""
     page, read = run / "report.html", [run / name for name in (*LOGS, "samples.jsonl")]
     return not page.exists() or any(f.exists() and page.stat().st_mtime < f.stat().st_mtime for f in read)
+
+
+def writes_itself(run):
+    """Whether a run is going on, whose process writes its page and curves: two writers would be in each
+    other's way.
+    """
+    is_locked = (run / ".lock").exists()  # also after a kill; then nothing is written any more
+    return is_locked and time.time() - (run / "metrics.jsonl").stat().st_mtime < STILL_GOING
 
 
 def report_on(folder):

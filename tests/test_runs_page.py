@@ -1,5 +1,7 @@
 """python -m reporting over several runs, and runs.html: what it holds, what it leaves alone, what it says."""
 
+import os
+
 import pytest
 import yaml
 from test_page import HOSTILE, browser, data_of, write_lines  # noqa: F401 (a fixture)
@@ -113,10 +115,21 @@ def test_several_runs_are_shown_where_they_all_are_or_in_out(four, reporting, tm
 def test_runs_are_not_grouped_by_the_version_of_what_made_them(tmp_path):
     settings = ({"seed": 0, "commit": "a", "versions": {"torch": "2.11", "numpy": "2"}, "beta": 0.0},)
     settings += ({"seed": 0, "commit": "b", "versions": {"torch": "2.12", "numpy": "2"}, "beta": 0.1},)
-    folders = [a_run(tmp_path / str(i), [1.0], **of_run) for i, of_run in enumerate(settings)]
+    folders = [a_run(tmp_path / f"{i} #%?", [1.0], **of_run) for i, of_run in enumerate(settings)]
+    (folders[0] / "report.html").touch()
     data = data_of(runs_page(folders, tmp_path, []))
+    assert [run["page"] for run in data["runs"]] == ["./0%20%23%25%3F/report.html", None]
     assert data["settings"] == ["beta", "commit", "version of torch"]
     assert data["groups"] == ["beta"]
+
+
+def test_the_page_of_a_run_that_goes_on_is_left_to_the_run(four, reporting):
+    run = four / "m3po" / "1"
+    (run / ".lock").touch()
+    assert str(run / "report.html") not in reporting(four)[1]
+    assert {path.name for path in run.iterdir()} == {".lock", "metrics.jsonl", "run_config.yaml"}
+    os.utime(run / "metrics.jsonl", (0, 0))  # it was killed some time ago
+    assert str(run / "report.html") in reporting(four)[1]
 
 
 def test_one_run_gets_its_own_page_and_curves_again_and_no_other_file(four, reporting):
