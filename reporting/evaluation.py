@@ -134,6 +134,7 @@ def told(report, folder):
     lines = [
         f"{report['questions']} questions in {report['seconds']} s; "
         f"completions in {folder / 'samples.jsonl'}",
+        f"to look at them: {folder / 'report.html'}",
         *_table(sides),
     ]
     for label, side in sides.items():
