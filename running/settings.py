@@ -187,7 +187,7 @@ class TrainConfig:
     max_completion_length: int = setting(400, "tokens a completion may have", inherited=True, in_card=True)
     micro_batch_tokens: int | None = setting(
         None,
-        "tokens (with padding) at once in the update: changes memory, not gradients (default: what fits)",
+        "tokens at once in the update: changes memory, not gradients (default: what fits)",
         inherited=True,
     )
     learning_rate: float = setting(5e-6, "peak learning rate of AdamW", in_card=True)
