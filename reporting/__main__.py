@@ -33,7 +33,7 @@ def main():
     args = parser.parse_args()
     if args.watch is not None and not 1 <= args.watch <= 86400:
         refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
-    runs, evaluations = find(args.runs)
+    runs, evaluations = find(args)
     asked = [folder for folder in evaluations if folder in map(Path, args.runs) or is_stale(folder)]
     are_made = [report_on(folder) for folder in asked]
     is_one = len(args.runs) == 1 and is_run(args.runs[0])
@@ -58,16 +58,19 @@ def refuse(line):
     sys.exit(2)
 
 
-def find(given):
-    """The runs and the evaluations that are meant, each once; ends with a line on what is neither."""
+def find(args):
+    """The runs and the evaluations that are meant, each once; ends with a line on what is neither.
+
+    A run without a finished step is none, unless it is watched, or one of a folder's.
+    """
     runs, evaluations = {}, {}
-    for name in given:
+    for name in args.runs:
         found = [Path(name)] if is_run(name) or is_evaluation(name) else folders_below(name)
-        if not found:
+        is_empty = is_run(name) and args.watch is None and not read_metrics(name)
+        if is_empty or not found:
+            what = "no finished step of a run" if is_empty else "no metrics.jsonl"
             wrote = "grpo_train.py, sft_train.py or grpo_eval.py wrote"
-            refuse(
-                f"{name} holds no metrics.jsonl: give a folder that {wrote}, or one with such folders in it"
-            )
+            refuse(f"{name} holds {what}: give a folder that {wrote}, or one with such folders in it")
         for folder in found:
             (runs if is_run(folder) else evaluations).setdefault(folder.resolve(), folder)
     return list(runs.values()), list(evaluations.values())
@@ -145,7 +148,7 @@ def write_over(args, runs, out):
             shown, notes = state_of(runs), []
             while state_of(runs) == shown:
                 time.sleep(args.watch)
-                runs, _ = find(args.runs)
+                runs, _ = find(args)
             write_runs_page(runs, out, notes, args.watch)
     except KeyboardInterrupt:
         write_runs_page(runs, out, [])  # which opens no longer anew

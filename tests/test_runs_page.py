@@ -170,6 +170,10 @@ def test_a_folder_without_runs_is_refused_in_one_line(reporting, tmp_path):
         status, _, [said] = reporting(tmp_path / name)
         assert status == 2
         assert f"{tmp_path / name} holds no metrics.jsonl: give a folder that" in said
+    young = a_run(tmp_path / "young", [])
+    status, _, [said] = reporting(young)
+    assert status == 2
+    assert f"{young} holds no finished step of a run: give a folder that" in said
     status, _, [said] = reporting(tmp_path, "--watch", "0.1")
     assert status == 2
     assert "--watch 0.1: must be from 1 to 86400 seconds" in said
