@@ -46,12 +46,12 @@ from rewards import (
 )
 from running import preflight
 from running.contract import inputs_of
-from running.evaluation import held_out_accuracy
+from running.evaluation import first_pass, held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
 from running.parsing import run_main
-from running.progress import next_problems, steps_to_do, trainer_state
+from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
 from running.run import Run
 from running.settings import TrainConfig, check, check_one_of, setting
 from running.strangers import hear_strangers
@@ -132,6 +132,28 @@ class Config(TrainConfig):
     )
     dynamic_sampling: int = setting(
         0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
+    )
+    problem_sampling: str = setting(
+        "uniform",
+        "uniform: passes over the problems in random order; pass_rate: each step draws problems, without "
+        "replacement, by the chance that their completions are neither all right nor all wrong, which their "
+        "pass rate so far promises; there are no passes then, so give num_steps",
+    )
+    pass_rate_samples: int = setting(
+        4,
+        "samples of each problem before the first step, with which its pass rate begins; they count as "
+        "training time; 0: none",
+        goes_with="problem_sampling=pass_rate",
+    )
+    pass_rate_power: float = setting(
+        4.0,
+        "a problem's weight is this power of its chance; larger: more of the most promising ones",
+        goes_with="problem_sampling=pass_rate",
+    )
+    pass_rate_floor: float = setting(
+        0.05,
+        "share of the draws that all problems get alike, whatever their pass rate",
+        goes_with="problem_sampling=pass_rate",
     )
     reward_weights: list[float] | None = setting(
         None, "a weight for each reward, in their order", belongs_to=("reward", "reward_set")
@@ -220,6 +242,13 @@ class Config(TrainConfig):
         check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
         remedy = "has no effect with num_generations=2: each path hears all there is; give at least 3"
         check(self, "m3po_credit", lambda v: not v or self.num_generations > 2, remedy)
+        check_one_of(self, "problem_sampling", ("uniform", "pass_rate"))
+        check(self, "pass_rate_samples", lambda v: 0 <= v <= 1024, "must be from 0 to 1024")
+        check(self, "pass_rate_power", lambda v: 0 < v <= 100, "must be above 0, at most 100")
+        check(self, "pass_rate_floor", lambda v: 0 < v <= 1, "must be above 0, at most 1: all can be drawn")
+        by_pass_rate, no_pass = self.problem_sampling == "pass_rate", "counts passes over the problems, and"
+        no_pass += " with problem_sampling=pass_rate there are none: give num_steps"
+        check(self, "num_epochs", lambda v: v is None or not by_pass_rate, no_pass)
         check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
         chosen_rewards(self)
@@ -294,6 +323,7 @@ def train(config, reward_functions=None, problems=None, study=None):
         with together():  # where one process cannot load them, all end with its line
             tokenizer, (problems, held_out, skipped) = loaded.read(config, start, problems)
             check_rewards(config, reward_functions, problems[0].problem)
+            check_draws(config, len(problems))
             policy, sampler, reference = loaded.load(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
             check_positions(policy, problems + held_out, config)
@@ -308,6 +338,7 @@ def train(config, reward_functions=None, problems=None, study=None):
         hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
+        first_pass(run, decoder, problems)  # with problem_sampling pass_rate; sampled from the start, too
         if study:
             study.ask(run, decoder)  # before the first step, or what a stopped run had still to ask
 
@@ -318,7 +349,7 @@ def train(config, reward_functions=None, problems=None, study=None):
 
             # 2. Sample G completions for each of B problems; with M3PO paths interact while they think.
             with run.timed("rollout_seconds"):
-                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass
+                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass, or by pass rate
                 sampled = sample(run, decoder, batch, step)
 
             # 3. Score them, and compare each with its group; silent groups give way to fresh problems.
@@ -349,6 +380,7 @@ def train(config, reward_functions=None, problems=None, study=None):
                 **update_metrics,
                 **speed_metrics(run, sampled.rollout),
             }
+            metrics |= note_pass_rates(run, problems, sampled, right)
             metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
             run.finish_step(metrics, sampled.batch)  # evaluates, writes checkpoints, ends when it is time
@@ -473,6 +505,7 @@ class Sampled:
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
+    left_out: list = field(default_factory=list)  # (problem, texts) of groups that gave way to others
     trainer_state: object = None  # what reward functions are told of the run, as TRL does
     logged: RewardLog = field(default_factory=lambda: RewardLog([]))  # what they log
 
@@ -490,7 +523,8 @@ class Sampled:
 
     def take_groups(self, groups, other, pad_id):
         """Replace some groups by those of another, in its order."""
-        G = self.rollout.num_generations
+        G, texts = self.rollout.num_generations, self.texts
+        self.left_out += [(self.problems[group], texts[group * G : (group + 1) * G]) for group in groups]
         self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
         columns = [(self.completions, other.completions), (self.rewards, other.rewards)]
         columns += [(self.parts[name], other.parts[name]) for name in self.parts]

@@ -30,7 +30,7 @@ from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
-from running.progress import steps_to_do, trainer_state
+from running.progress import check_draws, draws_by_pass_rate, steps_to_do, trainer_state
 
 PROMPTS = 32  # on which the pass rate is measured
 GOLD_ANSWERS = 500  # that are paid
@@ -42,6 +42,7 @@ def report(config, functions):
     start, warm_start_is_pending = _start(config)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
+    check_draws(config, len(problems))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refuse_used(config)
     dtype = compute_dtype(config.precision, device)
@@ -117,6 +118,9 @@ def _print_work(problems, held_out, skipped, config):
     passes = total * B / len(problems)
     still = "" if config.learning_rate else "; every learning rate is 0, and no weight will change"
     sampled = f"{total} steps = {total * B * G:,} completions"
+    if draws_by_pass_rate(config):
+        first = f"{config.pass_rate_samples * len(problems):,} completions before the first step"
+        return _print("the run", f"{sampled}, problems drawn by their pass rates, from {first}{still}")
     _print("the run", f"{sampled}, {passes:.2f} passes over the problems{still}")
 
 

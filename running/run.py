@@ -1,5 +1,6 @@
 """A run: its processes, signals, folder, log and checkpoints, and how far it has come."""
 
+import math
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
 from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
-from running.launching import folder_of_first, start_processes
+from running.launching import folder_of_first, seconds_since_start, start_processes
 from running.log import MetricsLog
 from running.progress import Progress
 from running.stop import Stop
@@ -34,6 +35,7 @@ class Run:
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.first_pass = {}  # what the first step logs of it, with problem_sampling pass_rate
         self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # progress.problems_drawn, and this step's
@@ -143,6 +145,7 @@ class Run:
             if self.config.keep_best:  # the start is the best until something is better
                 save_best(self)
             self.say(f"before training: held-out accuracy {self.progress.best:.3f}, length {length:.0f}")
+        self._refuse_late_start()
         self.is_last = self.progress.step >= self.total or self._is_out_of_patience()
         while not self.is_last:
             self.seconds, self.problems_drawn = {}, self.progress.problems_drawn
@@ -206,8 +209,23 @@ class Run:
         return bool(self.config.patience) and self.progress.since_best >= self.config.patience
 
     def _is_out_of_time(self):
-        minutes = self.config.max_minutes
-        return minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes
+        minutes, wall_minutes = self.config.max_minutes, self.config.max_wall_minutes
+        if minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes:
+            return True
+        if wall_minutes is None:
+            return False
+        next_step = time.perf_counter() - self.step_began  # as long as this one
+        return max_over_processes(seconds_since_start() + next_step) >= 60 * wall_minutes
+
+    def _refuse_late_start(self):
+        """Refuse max_wall_minutes that are over before the first step."""
+        minutes = self.config.max_wall_minutes
+        if minutes is None or self.progress.step >= self.total:
+            return
+        if (seconds := max_over_processes(seconds_since_start())) >= 60 * minutes:
+            before = f"loading and what else comes before this run's first step took {seconds:.0f} s"
+            more = math.ceil(seconds / 6 + 1) / 10
+            raise SettingError("max_wall_minutes", minutes, f"{before}: give more than {more} minutes")
 
     def _refuse_bad_steps(self, metrics):
         count = self.progress.bad_steps

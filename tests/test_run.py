@@ -1,6 +1,7 @@
 """A run: which problems come next, evaluation on the way, and stopping."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,13 @@ from accelerate import Accelerator
 import grpo_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
-from errors import Stopped
+from errors import SettingError, Stopped
 from problems.problem import EncodedProblem, Problem
 from running.evaluation import held_out_accuracy
+from running.launching import PARENT, seconds_since_start
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
+from small_recipes import config_of
 
 
 def test_an_epoch_ends_with_what_is_left_of_the_problems():
@@ -95,3 +98,42 @@ def test_rewards_and_problems_can_be_given_from_python(recipe_start, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 8
     assert {row["example_id"] for row in rows} <= {problem.id for problem in problems}
+
+
+def test_a_run_ends_saved_before_the_step_that_would_pass_the_minutes_on_the_clock(
+    recipe_start, tmp_path, monkeypatch
+):
+    """Loading took 50 s, then each look at the clock finds it 6 s later; a step here takes none of them."""
+    clock = iter(range(50, 1000, 6))
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: next(clock))
+    how = dict(num_steps=50, eval_every=0, max_wall_minutes=1.4)
+    out = grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **how)).folder
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6], "after the sixth it is 86 s, and 84 were given"
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_step_that_is_as_long_as_the_last_one_must_fit_into_the_minutes(monkeypatch):
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: 50.0)
+    monkeypatch.setattr("running.run.time", SimpleNamespace(perf_counter=lambda: 100.0))
+    run = stand_in(grpo_train.Config(max_wall_minutes=1))
+    assert [run._is_out_of_time() for run.step_began in (95.0, 85.0)] == [False, True]
+
+
+def test_minutes_that_are_over_before_the_first_step_are_refused_with_what_it_takes(
+    recipe_start, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: 93.0)
+    config = config_of(
+        "oneshot", recipe_start, tmp_path / "out", grpo_train, max_wall_minutes=1, eval_every=0
+    )
+    with pytest.raises(
+        SettingError, match=r"max_wall_minutes=1: loading .* took 93 s: give more than 1.7 min"
+    ):
+        grpo_train.train(config)
+
+
+def test_the_clock_of_a_run_began_with_the_launcher_that_started_it(monkeypatch):
+    alone = seconds_since_start()
+    monkeypatch.setenv(PARENT, str(os.getppid()))
+    assert seconds_since_start() > alone > 0
