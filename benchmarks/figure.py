@@ -1,5 +1,5 @@
 """The README's figure, from the curves in benchmarks/results: the embedded job over three seeds, and the
-GSM8K run; and speedrun.svg, ours and the peer's accuracy over the minutes, once there are such runs.
+GSM8K run; and speedrun.svg, ours and the peer's curve over the minutes, once there are such runs.
 
 pip install matplotlib; python benchmarks/figure.py
 """
@@ -58,7 +58,7 @@ def main():
 
 
 def draw_speedruns(colours):
-    """speedrun.svg: greedy accuracy on held-out training questions over the minutes of the clock."""
+    """speedrun.svg: the share of right samples, of problems not trained on before, over the minutes."""
     runs = {}
     for name, label in SPEEDRUNS.items():
         if (RESULTS / f"{name}.json").exists():
@@ -73,7 +73,7 @@ def draw_speedruns(colours):
             )
             label = "_"  # matplotlib's word for a line that the legend leaves out
     title = "GSM8K by the clock, one card"
-    axes.set(title=title, xlabel="minutes since the start", ylabel="held-out accuracy", xlim=(0, None))
+    axes.set(title=title, xlabel="minutes since the start", ylabel="share of right samples", xlim=(0, None))
     axes.legend(frameon=False, loc="upper left")
     plt.savefig(RESULTS.parent / "speedrun.svg", metadata={"Date": None})
 

@@ -5,15 +5,17 @@
 The clock of a run is that of its process, `grpo_train.py --config configs/speedrun.yaml`: starting, loading,
 compiling, the supervised start, GRPO and saving count. It must be over within the minutes. Only then is the
 model evaluated, in processes of their own, on the whole test split: greedy, and the mean of 4 samples. The
-curve over the minutes comes from the recipe's own evaluations on held-out training questions, which the clock
-pays for (a second or two each on a card). What is whole in --work is not made again, so that seeds may run in
-calls of their own. speedrun_trl.py is the same for a peer, and speedrun_tune.py looks for the recipe.
+curve over the minutes costs the clock nothing: it is the share of right answers among the samples of a step,
+which are to problems that GRPO has not trained on, as long as the steps are in their first pass over them.
+What is whole in --work is not made again, so that seeds may run in calls of their own. speedrun_trl.py is the
+same for a peer, and speedrun_tune.py looks for the recipe.
 """
 
 import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,7 +28,7 @@ NAME = "speedrun"
 SAVING = 12.0  # seconds at the end of the clock that no step may begin in
 FIRST_STEP = re.compile(r"step 1 .*\bcorrect (\S+)")
 STEP = re.compile(r"step (\d+) .*\bcorrect ")
-BEFORE = "before training: held-out accuracy"
+STEPS_A_POINT = 5  # of the curve
 NOTHING_RIGHT = (
     "no completion of the first step is right: the pass rate after the warm start is 0, and GRPO has nothing "
     "to make more likely; give a longer supervised start, a format that the model knows, or easier problems"
@@ -50,8 +52,6 @@ def run_by_the_clock(words, log):
             seconds = time.perf_counter() - started
             if found := STEP.match(line):
                 moments[int(found[1])] = seconds
-            elif line.startswith(BEFORE):
-                moments[0] = seconds
             if (found := FIRST_STEP.match(line)) and float(found[1]) == 0:
                 process.kill()
                 process.wait()
@@ -79,6 +79,8 @@ def once(words, out, args, recipe, saved=None):
         if (made["command"], made["recipe"]) != (command, recipe):
             raise SystemExit(f"{out} is of another command or recipe: give another --work, or delete {note}")
         return made
+    for earlier in (args.work / "eval").glob(f"{out.name}_*"):  # of another run in this place
+        shutil.rmtree(earlier)
     status, seconds, moments = run_by_the_clock(words, log)
     if status:
         last = (log.read_text().splitlines() or ["it said nothing"])[-1]
@@ -128,13 +130,13 @@ def sampled_over_trained(steps, batch):
     return sampled / max(1, sum(step["scored_completions"] for step in steps))
 
 
-def curve(steps, moments):
-    """[minutes, greedy accuracy on held-out questions] of a run."""
+def curve(seconds, right):
+    """[minutes, share of right samples], a point for each STEPS_A_POINT steps; both given a step."""
     points = []
-    if "eval_accuracy_before" in steps[0] and "0" in moments:
-        points.append([moments["0"] / 60, steps[0]["eval_accuracy_before"]])
-    points += [[moments[str(s["step"])] / 60, s["eval_accuracy"]] for s in steps if "eval_accuracy" in s]
-    return [[round(minutes, 3), round(accuracy, 4)] for minutes, accuracy in points]
+    for i in range(0, len(right), STEPS_A_POINT):
+        part = slice(i, i + STEPS_A_POINT)
+        points.append([round(seconds[part][-1] / 60, 3), round(statistics.fmean(right[part]), 4)])
+    return points
 
 
 def summary(out, made):
@@ -224,7 +226,8 @@ def main():
         out = args.work / f"seed_{seed}"
         made = train(args, seed, out)
         runs[seed] = summary(out, made)
-        curves[f"ours, seed {seed}"] = curve(read_steps(out), made["moments"])
+        right = [step["correct"] for step in read_steps(out)]
+        curves[f"ours, seed {seed}"] = curve(list(made["moments"].values()), right)
         reports[seed] = evaluations(out, f"seed_{seed}", args)
     case = f"speedrun-{args.minutes:g}min"
     more = dict(recipe=recipe_lines(args), curves=curves, card_id=card_id())

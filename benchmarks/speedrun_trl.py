@@ -7,8 +7,8 @@ The clock is that of the trainer's process, as for ours, and the evaluation come
 the recipe's supervised start, by sft_train.py within that process: its seconds count alike, and what differs
 is GRPO. What the recipe has of GRPOConfig's settings is taken over; `--trl_settings NAME=VALUE ...` changes
 them. On a card: float32 weights under bf16 autocast, as ours; activations are kept, 64 rows at once. vLLM is
-in the trainer's process (colocate); 0.26 goes with torch 2.11. The curve comes from copies of the weights,
-taken to the CPU once a minute, written after the clock and evaluated on the recipe's held-out questions.
+in the trainer's process (colocate); 0.26 goes with torch 2.11. For the curve the share of right samples is
+logged, by a reward function of weight 0.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from speedrun import arguments, card_id, checked, evaluations, once, recipe_lines, result_rows
+from speedrun import arguments, card_id, checked, curve, evaluations, once, read_steps, recipe_lines
+from speedrun import result_rows as mean_rows
 
-from common import ROOT, evaluate, write_results
+from common import ROOT, write_results
 
-SNAPSHOT_SECONDS = 60
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
@@ -56,25 +56,23 @@ def trained(args, seed, out):
     """The process whose clock counts: the supervised start, TRL's GRPO until the minutes are over, saving."""
     sys.path.insert(0, str(ROOT))
     os.environ.update(IN_PROCESS)
+    import torch
+
     from running.launching import seconds_since_start
 
     end = 60 * args.minutes - args.saving
     config, start = supervised_start(args, seed, out, end)
-    trainer, held_out, clock = a_trainer(args, config, start, out, end)
+    trainer, clock = a_trainer(args, config, start, out, end)
     if (seconds := seconds_since_start()) >= end:
         late = f"loading and the supervised start took {seconds:.0f} s"
         raise SystemExit(f"max_wall_minutes={end / 60:.2f}: {late}")
     trainer.train()
-    save(trainer, clock.weights_of(trainer.model), out)
-    times = {"steps": clock.times, "saved": seconds_since_start()}
-    (out / "times.json").write_text(json.dumps(times))
-    print(f"saved after {times['saved']:.1f} s", flush=True)
+    trainer.model.to(torch.bfloat16).save_pretrained(out)
+    trainer.processing_class.save_pretrained(out)
+    saved = seconds_since_start()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    (out / "trl_log.json").write_text(json.dumps(logs))
-    for seconds, state in clock.snapshots.items():
-        save(trainer, state, out / f"at_{seconds:.1f}")
-    lines = [json.dumps({"question": p.problem.question, "answer": p.problem.answer}) for p in held_out]
-    (out / "held_out.jsonl").write_text("".join(line + "\n" for line in lines))
+    (out / "trl.json").write_text(json.dumps({"seconds": clock.times, "saved": saved, "logs": logs}))
+    print(f"saved after {saved:.1f} s", flush=True)
 
 
 def supervised_start(args, seed, out, end):
@@ -98,7 +96,7 @@ def supervised_start(args, seed, out, end):
 
 
 def a_trainer(args, config, start, out, end):
-    """The GRPOTrainer, the recipe's held-out problems, and the Clock that ends the training."""
+    """The GRPOTrainer, and the Clock that ends the training."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -107,41 +105,41 @@ def a_trainer(args, config, start, out, end):
     from problems.prompts import prepare_problems
 
     tokenizer = load_tokenizer(start)
-    problems, held_out, _ = prepare_problems(config, tokenizer)
+    problems, _, _ = prepare_problems(config, tokenizer)
     rows = [{"prompt": p.prompt, "answer": p.problem.answer} for p in problems]
-    functions, weights = zip(*chosen_rewards(config), strict=True)
+    functions, weights = zip(*chosen_rewards(config), (right, 0.0), strict=True)
     settings = trl_settings(config, args) | dict(output_dir=str(out / "trl"), reward_weights=list(weights))
     how = dict(args=GRPOConfig(**settings), train_dataset=Dataset.from_list(rows))
     trainer = GRPOTrainer(start, list(functions), processing_class=tokenizer, **how)
     clock = a_clock(end)
     trainer.add_callback(clock)
-    return trainer, held_out, clock
+    return trainer, clock
+
+
+def right(completions, answer, **kwargs):
+    """1.0 for a right answer: what `correct` is in our log."""
+    from rewards import right_answers
+
+    return [float(bool(verdict)) for verdict in right_answers(completions, answer)]
 
 
 def a_clock(end):
-    """A callback that ends the training in time and takes copies of the weights on the way."""
-    import torch
+    """A callback that ends the training in time, and remembers when each step ended."""
     from transformers import TrainerCallback
 
     from running.launching import seconds_since_start
 
     class Clock(TrainerCallback):
         def __init__(self):
-            self.snapshots, self.times = {}, []
-
-        def weights_of(self, model):
-            return {name: p.detach().to("cpu", torch.bfloat16) for name, p in model.named_parameters()}
+            self.times = []
 
         def on_train_begin(self, *args, **kwargs):
             self.times.append(seconds_since_start())
 
-        def on_step_end(self, training, state, control, model=None, **kwargs):
-            now = seconds_since_start()
-            step = now - self.times[-1]
-            self.times.append(now)
-            if now - max(self.snapshots, default=0) > SNAPSHOT_SECONDS and now + step < end:
-                self.snapshots[now] = self.weights_of(model)
-            control.should_training_stop |= now + step >= end
+        def on_step_end(self, training, state, control, **kwargs):
+            self.times.append(seconds_since_start())
+            step = self.times[-1] - self.times[-2]
+            control.should_training_stop |= self.times[-1] + step >= end
 
         def on_log(self, training, state, control, logs=None, **kwargs):
             if "reward" in logs:
@@ -150,45 +148,25 @@ def a_clock(end):
     return Clock()
 
 
-def save(trainer, state, folder):
-    trainer.model.save_pretrained(folder, state_dict=state)
-    trainer.processing_class.save_pretrained(folder)
-
-
-def read_times(out):
-    return json.loads((out / "times.json").read_text())
+def read_note(out):
+    return json.loads((out / "trl.json").read_text())
 
 
 def summary(out, batch):
     """(metric, value, unit) of one seed's run; batch: completions of a step."""
-    times, steps = read_times(out), json.loads((out / "trl_log.json").read_text())
-    grpo, count = times["steps"][-1] - times["steps"][0], len(times["steps"]) - 1
-    silent = [s["frac_reward_zero_std"] for s in steps if "frac_reward_zero_std" in s]
-    warm = out / "warm_start" / "metrics.jsonl"
-    supervised = json.loads(warm.read_text().splitlines()[-1])["train_seconds"] if warm.exists() else 0.0
+    note, warm = read_note(out), out / "warm_start"
+    began, *ends = note["seconds"]
+    supervised = read_steps(warm)[-1]["train_seconds"] if warm.exists() else 0.0
+    silent = [float(entry["frac_reward_zero_std"]) for entry in note["logs"]]
     return [
-        ("seconds", round(times["saved"], 1), "s"),
+        ("seconds", round(note["saved"], 1), "s"),
         ("warm_start_seconds", round(supervised, 1), "s"),
-        ("seconds_to_first_step", round(times["steps"][0], 1), "s"),
-        ("grpo_seconds", round(grpo, 1), "s"),
-        ("steps", count, "steps"),
-        ("completions_per_s", round(count * batch / grpo, 1), "completions/s"),
-        ("dead_groups", round(statistics.fmean(silent), 4) if silent else 0.0, "share"),
+        ("seconds_to_first_step", round(began, 1), "s"),
+        ("grpo_seconds", round(ends[-1] - began, 1), "s"),
+        ("steps", len(ends), "steps"),
+        ("completions_per_s", round(len(ends) * batch / (ends[-1] - began), 1), "completions/s"),
+        ("dead_groups", round(statistics.fmean(silent), 4), "share"),
     ]
-
-
-def curve(out, seed, args):
-    """[minutes, greedy accuracy on the held-out questions] of the copies of a run and of its end."""
-    held_out, points = out / "held_out.jsonl", []
-    if not held_out.read_text():
-        return points
-    saved = read_times(out)["saved"]
-    copies = {float(path.name.removeprefix("at_")): path for path in out.glob("at_*")} | {saved: out}
-    for seconds, folder in sorted(copies.items()):
-        how = ("--dataset", held_out, "--max_completion_length", args.answer_tokens)
-        report = evaluate(folder, f"trl_{args.sampler}_{seed}_at_{seconds:.0f}", args.work / "eval", *how)
-        points.append([round(seconds / 60, 3), round(report["accuracy"], 4)])
-    return points
 
 
 def main():
@@ -211,14 +189,16 @@ def main():
     for seed in args.seeds:
         out = args.work / f"{name}_{seed}"
         words = [f"benchmarks/{Path(__file__).name}", *sys.argv[1:], "--process", seed]
-        once(words, out, args, recipe_lines(args), lambda: read_times(out)["saved"])  # noqa: B023
+        once(words, out, args, recipe_lines(args), lambda: read_note(out)["saved"])  # noqa: B023
         runs[seed] = summary(out, batch)
         reports[seed] = evaluations(out, f"{name}_{seed}", args)
-        curves[f"TRL with {args.sampler}, seed {seed}"] = curve(out, seed, args)
+        note = read_note(out)
+        shares = [float(entry["rewards/right/mean"]) for entry in note["logs"]]
+        curves[f"TRL with {args.sampler}, seed {seed}"] = curve(note["seconds"][1:], shares)
     more = dict(recipe=recipe_lines(args), curves=curves, card_id=card_id(), trl_settings=args.trl_settings)
     if args.sampler == "vllm":
         more["vllm"] = metadata.version("vllm")
-    write_results(name, result_rows(f"speedrun-{args.minutes:g}min", reports, runs), **more)
+    write_results(name, mean_rows(f"speedrun-{args.minutes:g}min", reports, runs), **more)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from running.contract import differences, noted
 from running.progress import draws_by_pass_rate, prior_worth
 
 FIRST_PASS = 2**32  # added to the seed of its draws: no run has such a seed
+AT_ONCE = 8192  # problems whose draws are made at once
 
 
 def held_out_accuracy(run, decoder, problems):
@@ -110,12 +111,21 @@ def _kept_pass(run, path):
 def _sample_pass(run, decoder, problems):
     """How many samples of each problem are right, in the order of the problems of all processes."""
     config, G = run.config, run.config.pass_rate_samples
-    here = range(len(problems))[shard(len(problems), run.accelerator)]
-    local = [problems[i] for i in here]
+    here = shard(len(problems), run.accelerator)
+    local, first = problems[here], here.start
     sampling = Sampling(config.max_completion_length, G, config.temperature)
     rows = max(G, len(run.local_groups) * config.num_generations)  # as many at once as in a step
-    how = dict(seed=config.seed + FIRST_PASS, batch_rows=rows, indices=list(here))
-    answers = run.interruptible(decoder, lambda: decoder.complete([p.ids for p in local], sampling, **how))
+
+    def sample():
+        answers = []
+        while (i := first + len(answers)) < here.stop:  # up to the next of the parts that share their draws
+            part, offset = divmod(i, AT_ONCE)
+            asked = [p.ids for p in problems[i : min(here.stop, (part + 1) * AT_ONCE)]]
+            indices, seed = list(range(offset, offset + len(asked))), config.seed + FIRST_PASS * (part + 1)
+            answers += decoder.complete(asked, sampling, seed, rows, indices)
+        return answers
+
+    answers = run.interruptible(decoder, sample)
     texts = [p.answered(c).text for p, row in zip(local, answers, strict=True) for c in row]
     references = [p.problem.answer for p in local for _ in range(G)]
     right = right_answers(texts, references, config.answer_format, config.grading)

@@ -22,6 +22,8 @@ from running.log import MetricsLog
 from running.progress import Progress
 from running.stop import Stop
 
+TIME_LIMITS = ("max_minutes", "max_wall_minutes")
+
 
 class Run:
     """What surrounds the steps: `with Run(...) as run`, `run.open(...)`, `for step in run.steps()`.
@@ -104,9 +106,8 @@ class Run:
         if self.accelerator.is_main_process:
             then = note if "settings" in note else {"settings": read_run_config(self.folder)}
             differ = differences(config, then, self.inputs)
-            asks_for_time = note["step"] < self.total and config.max_minutes != then["settings"].get(
-                "max_minutes"
-            )
+            limits = [(getattr(config, name), then["settings"].get(name)) for name in TIME_LIMITS]
+            asks_for_time = note["step"] < self.total and any(now != before for now, before in limits)
             has_adapter = not config.save_adapter or (self.folder / "adapter").exists()
             goes_on = bool(differ) or asks_for_time or not has_adapter
             if not (lengthens(config, differ) and self.total > note["step"]):
@@ -214,8 +215,16 @@ class Run:
             return True
         if wall_minutes is None:
             return False
-        next_step = time.perf_counter() - self.step_began  # as long as this one
-        return max_over_processes(seconds_since_start() + next_step) >= 60 * wall_minutes
+        step_seconds = time.perf_counter() - self.step_began
+        # the next step is as long as this one
+        after_next, step_seconds = max_over_processes((seconds_since_start() + step_seconds, step_seconds))
+        if after_next < 60 * wall_minutes:
+            return False
+        if self.outer is not None and self.progress.step < self.total:  # half of a start is no start
+            needed = after_next + (self.total - self.progress.step - 1) * step_seconds
+            alone = f"the warm start alone needs about {math.ceil(needed / 6) / 10} minutes"
+            raise SettingError("max_wall_minutes", wall_minutes, f"{alone}: give more, or shorten it")
+        return True
 
     def _refuse_late_start(self):
         """Refuse max_wall_minutes that are over before the first step."""

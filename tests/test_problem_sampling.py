@@ -10,7 +10,10 @@ from test_dynamic_sampling import PAYS_SOME
 
 import grpo_study
 import grpo_train
+from decoding.rollout import Completion
 from errors import SettingError
+from problems.problem import EncodedProblem, Problem
+from running import evaluation
 from running.parsing import parse_config
 from running.progress import (
     Progress,
@@ -147,6 +150,33 @@ def test_the_log_tells_of_the_first_pass_and_of_the_draw(recipe_start, tmp_path,
     said = capsys.readouterr().out
     assert "first pass: 48 samples of 12 problems" in said
     assert "WARNING: nothing is right" in said
+
+
+def test_the_draws_of_the_pass_are_a_problem_s_own_whatever_the_process_and_the_part(monkeypatch):
+    """11 problems in parts of 4, on one process and on three."""
+    monkeypatch.setattr(evaluation, "AT_ONCE", 4)
+    monkeypatch.setattr(evaluation, "right_answers", lambda texts, *_: [True] * len(texts))
+    monkeypatch.setattr(evaluation, "gather_object", list)
+    problems = [EncodedProblem(Problem("q", "1", id=str(i)), "", [i]) for i in range(11)]
+    config = grpo_train.Config(problem_sampling="pass_rate", seed=5, pass_rate_samples=2)
+    drawn = {}
+
+    def complete(prompts, sampling, seed, rows, indices):
+        for prompt, index in zip(prompts, indices, strict=True):
+            drawn.setdefault(processes, {})[prompt[0]] = (seed, index)
+        return [[Completion([1], "t", True)] * sampling.num_generations for _ in prompts]
+
+    for processes in (1, 3):
+        counts = []
+        for rank in range(processes):
+            accelerator = SimpleNamespace(process_index=rank, num_processes=processes)
+            run = SimpleNamespace(config=config, accelerator=accelerator, local_groups=range(2))
+            run.interruptible = lambda decoder, action: action()
+            counts += evaluation._sample_pass(run, SimpleNamespace(complete=complete), problems)
+        assert counts == [2] * 11
+    assert drawn[1] == drawn[3]
+    assert len(set(drawn[1].values())) == 11
+    assert min(seed for seed, _ in drawn[1].values()) >= 2**31, "no run's own seed, whose draws steps have"
 
 
 def test_without_samples_there_is_no_pass(recipe_start, tmp_path, pays, capsys):

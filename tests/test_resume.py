@@ -272,6 +272,7 @@ def test_draws_by_pass_rate_are_gone_on_with_and_the_first_pass_is_not_made_agai
     assert len(set(history["right"])) > 2, "there is something to draw by"
 
 
+@pytest.mark.slow
 def test_a_run_without_its_history_of_pass_rates_is_seen_to_be_another(
     start, tmp_path, monkeypatch, counted_passes
 ):
@@ -316,6 +317,24 @@ def test_stopped_in_the_first_pass_or_after_it_a_run_is_resumed_alike(
     run(settings_of(start, out, resume=True, **BY_PASS_RATE))
     assert len(counted_passes) == 3, "the pass of the second start was kept"
     assert_same(whole, out)
+
+
+@pytest.mark.slow
+def test_a_run_may_change_how_it_draws_when_it_is_resumed_anyway(
+    start, tmp_path, monkeypatch, counted_passes
+):
+    """From uniform passes to pass rates, which begin with the weights of the checkpoint, and back again."""
+    out, uniform = tmp_path / "out", BY_PASS_RATE | dict(problem_sampling="uniform")
+    uniform = {name: value for name, value in uniform.items() if not name.startswith("pass_rate")}
+    run(settings_of(start, out, **uniform), kill_at=2, monkeypatch=monkeypatch)
+    for settings, kill_at in ((BY_PASS_RATE, 3), (uniform, None)):
+        with pytest.raises(SettingError, match="problem_sampling '.*' there"):
+            grpo_train.train(settings_of(start, out, resume=True, **settings))
+        how = dict(settings, resume=True, resume_anyway=True)
+        run(settings_of(start, out, **how), kill_at=kill_at, monkeypatch=monkeypatch)
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert ["mixed_groups" in step for step in steps] == [False, True, False, False]
+    assert len(counted_passes) == 1
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -720,6 +739,21 @@ def test_a_run_that_kept_no_last_checkpoint_says_what_to_set_beforehand(start, t
     ):
         run(settings_of(start, tmp_path / "out", num_steps=2, resume=True, **settings))
     assert contents(tmp_path / "out") == before
+
+
+def test_a_run_that_ended_by_the_clock_goes_on_when_it_gets_more_of_it(
+    start, uninterrupted, tmp_path, monkeypatch
+):
+    """As one that ended by max_minutes does: it said that nothing was left to do."""
+    clock = iter([0.0, 70.0])
+    with monkeypatch.context() as patch:
+        patch.setattr("running.run.seconds_since_start", lambda: next(clock))
+        run(settings_of(start, tmp_path / "out", max_wall_minutes=1))
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1
+    run(settings_of(start, tmp_path / "out", max_wall_minutes=1000, resume=True))
+    whole, made = everything(uninterrupted("full")), everything(tmp_path / "out")
+    assert whole[2] == made[2]
+    assert all(torch.equal(tensor, made[0][name]) for name, tensor in whole[0].items())
 
 
 @pytest.mark.parametrize("limit", [dict(max_minutes=1e-9), dict(patience=1)])

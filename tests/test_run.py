@@ -133,6 +133,20 @@ def test_minutes_that_are_over_before_the_first_step_are_refused_with_what_it_ta
         grpo_train.train(config)
 
 
+def test_a_warm_start_that_does_not_fit_into_the_minutes_is_refused_and_not_taken_for_whole(monkeypatch):
+    """It was cut off, and used as it was by the next run. Nine steps of 10 s are left, after 55 s."""
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: 55.0)
+    monkeypatch.setattr("running.run.time", SimpleNamespace(perf_counter=lambda: 110.0))
+    config = grpo_train.Config(max_wall_minutes=1)
+    run = stand_in(config, outer=object(), total=10, progress=Progress(step=1), step_began=100.0)
+    with pytest.raises(
+        SettingError, match="max_wall_minutes=1: the warm start alone needs about 2.5 minutes"
+    ):
+        run._is_out_of_time()
+    run.progress.step = 10
+    assert run._is_out_of_time(), "its last step was done"
+
+
 def test_the_clock_of_a_run_began_with_the_launcher_that_started_it(monkeypatch):
     alone = seconds_since_start()
     monkeypatch.setenv(PARENT, str(os.getppid()))
