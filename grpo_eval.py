@@ -31,7 +31,7 @@ import yaml
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from answers.formats import ANSWER_FORMATS, extract_answer
+from answers.formats import ANSWER_FORMATS, answer_format_named, extract_answer
 from answers.numbers import last_number, parse_number
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling
@@ -117,7 +117,9 @@ class Config:
     answer_column: str | None = from_training(None, "column of the answer", idle_beside=ASIDE)
     solution_column: str | None = from_training(None, "column of the worked solution", idle_beside=ASIDE)
     answer_format: str | None = from_training(
-        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), idle_beside=("compare",)
+        "xml",
+        f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name",
+        idle_beside=("compare",),
     )
     grading: str | None = from_training(
         "number", "what is right: number or math, as for grpo_train.py", idle_beside=ASIDE
@@ -379,7 +381,7 @@ class LocalModel:
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
         self.identity = fingerprint(model)
-        think_end = ANSWER_FORMATS[config.answer_format].think_end
+        think_end = answer_format_named(config.answer_format).think_end
         of_pairs = (config.m3po_temperature, config.m3po_similarity)
         interaction = Interaction(config.m3po_lambda, *of_pairs, config.m3po_control)
         compiled = config.torch_compile
@@ -428,7 +430,7 @@ class ServerModel:
         self.identity = self.server.model
         self.report = {"model": self.server.model, "api": config.api}
         prompting = Prompting.of(config)
-        ask, opening_of = prompting.messages, ANSWER_FORMATS[config.answer_format].opening
+        ask, opening_of = prompting.messages, answer_format_named(config.answer_format).opening
         if config.prompt_format == "raw":
             ask = prompting.raw_prompt
         self.chats = [ask(problem) for problem in problems]

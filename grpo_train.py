@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.controls import row_keys
 from decoding.rollout import Interaction, Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
@@ -33,7 +33,8 @@ from learning.memory import peak_gib
 from learning.models import check_positions, refresh
 from learning.parallel import max_over_processes, together
 from m3po_module import CONTROLS, SIMILARITIES
-from problems.prompts import Prompting
+from problems.prompts import Prompting, columns_of
+from problems.sources import GIVEN, given_problems
 from rewards import (
     REWARD_SETS,
     RewardLog,
@@ -264,7 +265,7 @@ class Config(TrainConfig):
     @property
     def think_end(self):
         """The text that ends the reasoning of a completion."""
-        return ANSWER_FORMATS[self.answer_format].think_end
+        return answer_format_named(self.answer_format).think_end
 
     @property
     def interaction(self):
@@ -291,6 +292,16 @@ def chosen_rewards(config):
     return [(function, weight) for (function, _), weight in zip(pairs, weights, strict=True)]
 
 
+def given_rewards(config, functions):
+    """The (function, weight) pairs of functions, or of such pairs, that were given in Python."""
+    if not functions:
+        raise SettingError("reward_functions", functions, "must hold at least one function")
+    if config.reward or config.reward_weights:
+        names = ("reward", config.reward) if config.reward else ("reward_weights", config.reward_weights)
+        raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
+    return [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
+
+
 def check_rewards(config, reward_functions, problem):
     """Refuse reward functions that need an argument which problems like this one do not give them."""
     columns = reward_columns([problem], [""], [[]], config.answer_format)
@@ -308,16 +319,22 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None, problems=None, study=None):
-    """Run a training; (function, weight) pairs and Problems given here replace those of the settings.
+def train(config, reward_functions=None, dataset=None, study=None):
+    """Run a training; the rewards and problems given here replace those of the settings.
 
-    study: the RunOfStudy whose training this is: it has models loaded, and asks its questions at its steps.
+    reward_functions: functions as TRL's GRPOTrainer takes them, or (function, weight) pairs. dataset: rows
+    with a question and an answer: a list of dicts, a datasets.Dataset, or Problems. study: the RunOfStudy
+    whose training this is: it has models loaded, and asks its questions at its steps.
     """
-    if problems is not None and config.warm_start != "none":
-        remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
-        raise SettingError("warm_start", config.warm_start, remedy)
+    given, problems = reward_functions is not None, None
+    reward_functions = given_rewards(config, reward_functions) if given else chosen_rewards(config)
+    if dataset is not None:
+        if config.warm_start != "none":
+            remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
+            raise SettingError("warm_start", config.warm_start, remedy)
+        config = replace(config, dataset=GIVEN)
+        problems = given_problems(dataset, columns_of(config), limit=config.limit)
     with Run(config, SHOWN) as run:  # processes and signals; one that is told to stop writes a checkpoint
-        reward_functions = reward_functions or chosen_rewards(config)
         start = warm_start(config, run)
         loaded = study.loaded if study else Loaded()
         with together():  # where one process cannot load them, all end with its line

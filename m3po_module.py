@@ -84,10 +84,13 @@ def gate_measures(weights, thinking, ids, embeds):
     others = ~torch.eye(thinking.shape[-1], dtype=torch.bool, device=thinking.device)
     peers = (thinking[..., None] & thinking[..., None, :] & others).float()
     count, wide = peers.sum(-1), embeds.float()
+    alike = wide @ wide.mT  # all that the cosine needs: of sums over paths, not of sums of embeddings
     could_choose = (count >= 2) & (weights.sum(-1) > 0)
     entropy = torch.special.entr(weights).sum(-1) / count.clamp(min=2).log()
     same = (weights * (ids[..., None] == ids[..., None, :])).sum(-1)
-    cosine = torch.cosine_similarity(weights @ wide, peers @ wide, dim=-1)
+    heard, plain = weights @ alike, peers @ alike
+    squares = (heard * weights).sum(-1).clamp(min=0) * (plain * peers).sum(-1).clamp(min=0)
+    cosine = (heard * peers).sum(-1) / squares.sqrt().clamp(min=1e-8)
     return could_choose, entropy, same, cosine
 
 

@@ -3,12 +3,10 @@
 Every function takes time linear in a completion's length, except `math_reward`, whose work is bounded.
 """
 
-import ast
 import asyncio
 import contextlib
 import faulthandler
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -17,6 +15,7 @@ import os
 import re
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -33,6 +32,7 @@ from answers.formats import (
 )
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
+from answers.user_files import named_in_file, shown_error
 from errors import RewardError, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
@@ -256,15 +256,7 @@ def load_reward(spec):
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"{spec!r}: the weight {weight!r} is not a finite number")
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"{spec!r}: there is no file {path}")
-    version = file.stat()
-    try:
-        module = _module_of(file.resolve(), version.st_mtime_ns, version.st_size)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        raise ValueError(f"{path} does not import: {_shown(error)}") from error
-    function = getattr(module, name, None)
+    function = named_in_file(path, name)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
     if isinstance(function, type):
@@ -273,62 +265,8 @@ def load_reward(spec):
     return function, value
 
 
-# What belongs to the commit, where a reward file stands beside it
-OWN = "answers decoding learning problems reporting running errors m3po_module rewards solver".split()
-OWN += ["grpo_train", "grpo_eval", "sft_train"]
-
-
-def reward_files(path):
-    """A reward file and the modules of its folder that it imports, what those import included."""
-    files, folder = [Path(path).resolve()], Path(path).resolve().parent
-    for file in files:  # which grow meanwhile
-        for above, name in _imported(file):
-            is_own = not above and folder == Path(__file__).parent and name.partition(".")[0] in OWN
-            base = [file, *file.parents][above] if above else folder
-            parts = [] if is_own else name.split(".")
-            stems = [base.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
-            found = [f for stem in stems for f in (stem.with_suffix(".py"), stem / "__init__.py")]
-            files += [f for f in found if f.is_file() and f not in files]
-    return files
-
-
-def _imported(file):
-    """Pairs (dots before it, dotted name) of what may be a module in a file's imports, or in its strings."""
-    names = []
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, SyntaxError, ValueError):  # it has not been imported, then
-        nodes = []
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names += [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            named = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
-            names += [(node.level, name) for name in named]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for importlib
-            names += [(0, word) for word in re.findall(r"^[A-Za-z_][\w.]*$", node.value.removesuffix(".py"))]
-    return names
-
-
-@cache
-def _module_of(path, changed_at, size):
-    """The module that a user's file makes, for as long as the file stays the same."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses of the file look themselves up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
-
-
 LARGEST_REWARD = 1e30  # squares and sums of a batch of such are finite still
-
-
-def _shown(error):
-    return one_line(f"{type(error).__name__}: {error}", 300)
+SECONDS_BETWEEN_LOOKS = 0.2  # at the time that a reward function takes
 
 
 def _quote(completion):
@@ -344,7 +282,8 @@ def _batch(completions):
 def _time_limit(where, completions, seconds):
     """Ends the process with one line where what is inside takes longer; 0 seconds: no limit.
 
-    The reward stays in the main thread, where SIGALRM and CUDA want it; a timer's thread ends it.
+    The reward stays in the main thread, where SIGALRM and CUDA want it; a thread that is started once ends
+    it, since to start one for each function would take longer than most functions do.
     """
     if not seconds:
         yield
@@ -355,23 +294,51 @@ def _time_limit(where, completions, seconds):
         print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    # For a reward that holds the interpreter itself, so that no other thread runs.
-    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    _start_watching()
+    _limits.append((time.monotonic() + seconds, end))
     try:
         yield
     finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
+        _limits.pop()
+
+
+_limits = []  # of what runs now: when its time is up, and what to do then
+
+
+@functools.cache
+def _start_watching():
+    def watch():
+        while True:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            for when, end in list(_limits):
+                if time.monotonic() > when:
+                    end()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _last_resort(seconds):
+    """Ends the process where a reward holds the interpreter itself, so that no other thread runs."""
+    if seconds:
+        faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        if seconds:
+            faulthandler.cancel_dump_traceback_later()
+
+
+NESTED = (list, dict)  # a call for each text of thousands would take milliseconds
 
 
 def _copied(value):
     """A deep copy of lists and dicts: what a function does to its arguments reaches no other and no log."""
     if isinstance(value, list):
-        return [_copied(v) for v in value] if value and isinstance(value[0], list | dict) else value.copy()
-    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+        if not (value and isinstance(value[0], NESTED)):
+            return value.copy()
+        return [_copied(v) if isinstance(v, NESTED) else v for v in value]
+    return {k: _copied(v) if isinstance(v, NESTED) else v for k, v in value.items()}
 
 
 def _number(value, where, completion):
@@ -506,7 +473,7 @@ def _values(function, columns, where, timeout):
         try:
             values = _called(function, _copied(columns))
         except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
-            raise RewardError(f"{where} raised {_shown(error)} for {_batch(completions)}") from error
+            raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -554,9 +521,11 @@ def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log
     parts = {}
     totals, scored = [math.nan] * len(completions), [math.nan] * len(completions)
     at_step = "" if step is None else f" at step {step}"
-    for function, weight in functions:
-        where = f"reward function {reward_name(function)}{at_step}"
-        values = _values(function, columns, where, timeout)
+    wheres = [f"reward function {reward_name(function)}{at_step}" for function, _ in functions]
+    with _last_resort(timeout * len(functions)):
+        pairs = zip(functions, wheres, strict=True)
+        returned = [_values(function, columns, where, timeout) for (function, _), where in pairs]
+    for (function, weight), where, values in zip(functions, wheres, returned, strict=True):
         parts[_free_name(reward_name(function), parts)] = values
         is_only_logged = weight == 0 and any(w for _, w in functions)
         for i, value in enumerate(values):

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
@@ -96,7 +96,7 @@ def responses(problems, tokenizer, config):
 
     Longer responses than max_completion_length are left out.
     """
-    answer_format, eos = ANSWER_FORMATS[config.answer_format], Prompting.of(config).eos_id(tokenizer)
+    answer_format, eos = answer_format_named(config.answer_format), Prompting.of(config).eos_id(tokenizer)
     if eos is None:
         remedy = "the tokenizer names no EOS token, and the chat template writes none: set eos_token"
         raise SettingError("model", config.model, f"{remedy} in tokenizer_config.json")
@@ -152,7 +152,7 @@ def train(config, outer=None):
             sampler = load_frozen(config, start, tokenizer, run.device) if config.eval_every else policy
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
         refuse_other_start(config, problems + held_out, sampler)
-        think_end = ANSWER_FORMATS[config.answer_format].think_end
+        think_end = answer_format_named(config.answer_format).think_end
         decoder = GroupDecoder(sampler, tokenizer, think_end, compiled=config.torch_compile)
         if sampler is not policy:
             decoder.choose_path()

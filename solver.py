@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
 from decoding.tokens import end_answers_on
@@ -72,7 +72,7 @@ def load_solver(
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
     end_answers_on(prompting.eos_id(tokenizer), tokenizer, loaded)
-    think_end = ANSWER_FORMATS[prompting.answer_format].think_end
+    think_end = answer_format_named(prompting.answer_format).think_end
     decoder = GroupDecoder(loaded, tokenizer, think_end, compiled=torch_compile)
     decoder.choose_path()
     return Solver(decoder, prompting, max_completion_length or trained.get("max_completion_length", 400))
@@ -98,7 +98,7 @@ def solve(question, solver, temperature=0.0, seed=0):
 
 def solution_of(question, completion, finished, answer_format):
     """A completion told apart into reasoning, without the format's tags, and answer."""
-    chosen = ANSWER_FORMATS[answer_format]
+    chosen = answer_format_named(answer_format)
     reasoning = completion.partition(chosen.think_end)[0]
     for tag in chosen.tags:
         reasoning = reasoning.replace(tag, "")

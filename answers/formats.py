@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from answers.user_files import named_in_file, shown_error
+
 
 def completion_text(completion):
     """The text of a completion: a string, or chat messages, of which the last counts; None otherwise."""
@@ -130,10 +132,48 @@ ANSWER_FORMATS = {made.name: made for made in FORMATS}
 
 
 def answer_format_named(name):
-    """The AnswerFormat of this name; raises ValueError for an unknown one."""
-    if name not in ANSWER_FORMATS:
-        raise ValueError(f"answer_format {name!r} is unknown: must be one of {', '.join(ANSWER_FORMATS)}")
-    return ANSWER_FORMATS[name]
+    """The AnswerFormat of this name, or of FILE.py:name; ValueError where there is none, or one unfit."""
+    if name in ANSWER_FORMATS:
+        return ANSWER_FORMATS[name]
+    path, _, within = str(name).rpartition(":")
+    if not path.endswith(".py"):
+        known = ", ".join(ANSWER_FORMATS)
+        raise ValueError(f"answer_format {name!r} is unknown: must be one of {known}, or FILE.py:name")
+    try:
+        found = named_in_file(path, within)
+    except ValueError as error:
+        raise ValueError(f"answer_format {name!r} cannot be had: {error}") from error
+    if not any(found is one for one in _checked):  # once: it is asked for with every completion
+        if problem := _problem_of(found):
+            raise ValueError(f"answer_format {name!r} {problem}")
+        _checked.append(found)
+    return found
+
+
+_checked = []  # formats of the user's that can be used
+
+
+def _problem_of(found):
+    """Why this is no AnswerFormat that can be used: it must find what it has written; None if it is one."""
+    if not isinstance(found, AnswerFormat):
+        kind = "nothing" if found is None else f"a {type(found).__name__}"
+        return f"is {kind} there: make it with answers.formats.AnswerFormat"
+    try:
+        written = {answer: found.write("So it is.", answer) for answer in ("42", "x = 7, y = 8")}
+        read = {answer: found.extract(text) for answer, text in written.items()}
+        of_nothing = [found.extract(text) for text in ("", "It is 42.")]
+    except Exception as error:  # the user's code, which may raise anything
+        return f"raises {shown_error(error)}"
+    for answer, text in written.items():
+        if read[answer] != answer:
+            return f"finds {read[answer]!r} in {text!r}, which it has written for {answer!r}"
+        for tag in (found.think_end, *found.tags):
+            if not tag or tag not in text:
+                return f"writes {text!r} without {tag!r}: its template must hold think_end and all tags"
+    if any(answer is not None for answer in of_nothing):
+        wrong = of_nothing[1] or of_nothing[0]
+        return f"finds {wrong!r} in a text that has none of its tags: its find must give None there"
+    return None
 
 
 def extract_answer(text, answer_format="xml"):

@@ -288,9 +288,8 @@ def scored(policy, decoder, rollout):
 
 def faults_of(name, plain, tokenizer, work):
     """(path, faults): how a saved model is decoded, and what is not as plain transformers has it."""
-    config = SimpleNamespace(
-        lora_r=0, lora_alpha=8, lora_target_modules=None, seed=0, precision="fp32", trust_remote_code=False
-    )
+    settings = dict(lora_r=0, lora_alpha=8, lora_target_modules=None, load_in_4bit=False, seed=0)
+    config = SimpleNamespace(precision="fp32", trust_remote_code=False, **settings)
     policy, sampler = (
         load(config, name, tokenizer, torch.device("cpu")) for load in (load_policy, load_frozen)
     )

@@ -20,6 +20,7 @@ from decoding.fast_model import CHUNK, FastBackbone, kernels, why_not
 from decoding.rollout import Sampling, to_device
 from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_logits
 from decoding.step import Rows, StepKind, by_group, control_step, mix_step, real_scores, sample_step
+from decoding.tokens import LOGIT_BLOCK
 from errors import SettingError
 from m3po_module import cosines, products, weights_from_similarity
 
@@ -324,26 +325,32 @@ class Engine:
     def _run(self, n, last=False):
         rows, kind = self.rows.first(n), self.kind
         sampled_from = (rows, self.tables, self.temperature, self.limit)
+        block_tops = None
         if self.captures and kind.top_k == 0 and kind.top_p == 1:
-            tokens, thinking, top = kernels.sample(*sampled_from, kind.greedy)
+            if kind.interacts and self.interaction.control == "own":
+                block_tops = torch.empty(n, rows.logits.shape[1] // LOGIT_BLOCK, device=self.device)
+            tokens, thinking, top = kernels.sample(*sampled_from, kind.greedy, block_tops)
         else:
             tokens, thinking, top = sample_step(*sampled_from, kind)
         if last or (not self.on_cuda and bool(rows.finished.all())):
             return
         inputs = self.backbone.embed(tokens)
         if kind.interacts:
-            inputs = self._interact(inputs, rows, thinking, top)
+            inputs = self._interact(inputs, rows, thinking, top, block_tops)
         self.backbone.decode(inputs, rows, self.row_of_path)
 
-    def _interact(self, embeds, rows, thinking, top):
-        """The inputs (n, E) of paths that look at each other."""
+    def _interact(self, embeds, rows, thinking, top, block_tops=None):
+        """The inputs (n, E) of paths that look at each other.
+
+        top (n,): each row's largest logit; block_tops: of each block of them, where it is there already.
+        """
         interaction, real = self.interaction, self.tables.real
         similarity, recorded = interaction.similarity, (self.row_of_path, rows, self.mix, interaction)
         if self.captures and similarity == "distribution":
             alike = kernels.group_products(rows.logits, top, real, self.row_of_path, thinking)
             if interaction.control not in ("strangers", "own"):
                 return kernels.mix(embeds, alike, thinking, *recorded)
-            said = embeds, self._heard_instead(rows, embeds.shape[-1])
+            said = embeds, self._heard_instead(rows, embeds.shape[-1], block_tops)
             return kernels.mix_heard(said, alike, thinking, *recorded)
         if similarity == "distribution":
             # Probabilities up to a factor, which a cosine ignores.
@@ -357,20 +364,26 @@ class Engine:
             return mix_step(embeds, alike, thinking, *recorded)
         thinks = by_group(thinking, self.row_of_path)
         weights = weights_from_similarity(cosines(alike), thinks, interaction.temperature)
-        return control_step(embeds, self._heard_instead(rows, embeds.shape[-1]), weights, *recorded)
+        heard = self._heard_instead(rows, embeds.shape[-1], block_tops)
+        return control_step(embeds, heard, weights, *recorded)
 
-    def _heard_instead(self, rows, width):
+    def _heard_instead(self, rows, width, block_tops):
         """What a control lets paths hear of each row in the place of its embedding, (n, E)."""
-        token = (rows.t - 1).clamp(min=0)
-        if self.interaction.control == "noise":
+        token, control = (rows.t - 1).clamp(min=0), self.interaction.control
+        if control == "noise":
             return directions(rows.key, token, width)
-        if self.interaction.control == "own":
-            ids, probs = likeliest(rows.logits, self.unreal)
-            at = token[:, None, None].expand(-1, 1, ids.shape[1])
-            rows.heard_ids.scatter_(1, at, ids[:, None])
-            rows.heard_probs.scatter_(1, at, probs[:, None])
-            return mean_embedding(self.backbone.embed(ids), probs)
-        return self.backbone.embed(self.strangers.tokens(rows.key, token))
+        if control == "strangers":
+            if self.captures:
+                return self.backbone.embed(kernels.stranger_tokens(rows, self.strangers))
+            return self.backbone.embed(self.strangers.tokens(rows.key, token))
+        if block_tops is not None:
+            ids, probs = kernels.likeliest(rows, self.tables.real, block_tops)
+            return kernels.mean_embedding(self.backbone.embed(ids), probs)
+        ids, probs = likeliest(rows.logits, self.unreal)
+        at = token[:, None, None].expand(-1, 1, ids.shape[1])
+        rows.heard_ids.scatter_(1, at, ids[:, None])
+        rows.heard_probs.scatter_(1, at, probs[:, None])
+        return mean_embedding(self.backbone.embed(ids), probs)
 
 
 def sizes_up_to(n):

@@ -2,7 +2,7 @@
 
 Each has its twin in plain torch, with which a test compares it: `attend`, `into_attention` and
 `out_of_attention` in fast_model.py, `sample_step`, `mix_step` and `control_step` in step.py, `products` in
-m3po_module.py, `directions` in controls.py.
+m3po_module.py, `directions`, `likeliest`, `mean_embedding` and `Strangers.tokens` in controls.py.
 Where a sum is cut into parts, they are always added in the same order, whichever is done last. Letters as in
 step.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
@@ -603,11 +603,24 @@ def _real_scores(logits, real, id, valid, temperature):
 
 @triton.jit
 def _block_sums(
-    logits, stride, real, temperature, top_ptr, mass_ptr, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    stride,
+    real,
+    temperature,
+    top_ptr,
+    mass_ptr,
+    raw_top_ptr,
+    blocks,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RAW: tl.constexpr,
 ):
     row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     id = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     row_logits, valid = logits + row.to(tl.int64) * stride, block < blocks
+    if RAW:
+        raw = _real_scores(row_logits, real, id, valid[:, None], 1.0)
+        tl.store(raw_top_ptr + row * blocks + block, tl.max(raw, 1), mask=valid)
     score = _real_scores(row_logits, real, id, valid[:, None], tl.load(temperature))
     top = tl.max(score, 1)
     tl.store(top_ptr + row * blocks + block, top, mask=valid)
@@ -703,8 +716,11 @@ def _pick(
     tl.store(tops + row, top * temperature)
 
 
-def sample(rows, tables, temperature, limit, greedy):
-    """`sample_step` of step.py in two kernels: one pass over the logits, then a program a row."""
+def sample(rows, tables, temperature, limit, greedy, block_tops=None):
+    """`sample_step` of step.py in two kernels: one pass over the logits, then a program a row.
+
+    block_tops (n, W / LOGIT_BLOCK) float32: where the largest logits of each block go, for `likeliest`.
+    """
     real, next_state, logits, stride = tables.real, tables.next_state, rows.logits, rows.logits.stride(0)
     n, blocks = len(logits), logits.shape[1] // LOGIT_BLOCK
     block_top, block_mass = torch.empty(2, n, blocks, device=real.device)
@@ -713,13 +729,111 @@ def sample(rows, tables, temperature, limit, greedy):
         torch.empty_like(rows.finished),
         torch.empty(n, device=real.device),
     )
-    sums = (block_top, block_mass)
-    _block_sums[(n, triton.cdiv(blocks, 16))](
-        logits, stride, real, temperature, *sums, blocks, BLOCKS=16, BLOCK=LOGIT_BLOCK, num_warps=4
-    )
+    sums, raw = (block_top, block_mass), block_tops is not None
+    given = (logits, stride, real, temperature, *sums, block_tops if raw else block_top, blocks)
+    _block_sums[(n, triton.cdiv(blocks, 16))](*given, BLOCKS=16, BLOCK=LOGIT_BLOCK, RAW=raw, num_warps=4)
     inputs = (logits, stride, real, temperature, *sums, rows.uniforms, next_state, tables.is_eos, limit)
     recorded = (rows.ids, rows.logp, rows.thinking, rows.t, rows.state, rows.ended, rows.finished)
     numbers = (blocks, rows.ids.shape[1], *next_state.shape, tables.pad_id)
     sizes = dict(GREEDY=greedy, BLOCK=LOGIT_BLOCK, WIDTH=triton.next_power_of_2(blocks))
     _pick[(n,)](*inputs, *recorded, tokens, thinking, top, *numbers, **sizes, num_warps=4)
     return tokens, thinking, top
+
+
+@triton.jit
+def _likeliest(
+    logits,
+    stride,
+    real,
+    block_top,
+    t_ptr,
+    heard_ids,
+    heard_probs,
+    ids,
+    probs,
+    blocks,
+    columns,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0)
+    index, slot = tl.arange(0, WIDTH), tl.arange(0, K)
+    tops = tl.load(block_top + row * blocks + index, mask=index < blocks, other=float("-inf"))
+    chosen = tl.zeros((K,), tl.int32)  # `blocks` stands for none, where there are fewer
+    for k in range(K):
+        top = tl.max(tops, 0)
+        block = tl.min(tl.where((tops == top) & (tops > float("-inf")), index, blocks), 0)
+        chosen = tl.where(slot == k, block, chosen)
+        tops = tl.where(index == block, float("-inf"), tops)
+    id = chosen[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = id < blocks * BLOCK
+    value = _real_scores(logits + row.to(tl.int64) * stride, real, id, there, 1.0)
+    value = tl.where(there, value, float("-inf"))
+    values, best = tl.full((K,), float("-inf"), tl.float32), tl.zeros((K,), tl.int32)
+    for k in range(K):
+        top = tl.max(tl.max(value, 1), 0)
+        first = tl.min(tl.min(tl.where(value == top, id, blocks * BLOCK - 1), 1), 0)
+        values, best = tl.where(slot == k, top, values), tl.where(slot == k, first, best)
+        value = tl.where(id == first, float("-inf"), value)
+    mass = tl.exp(values - tl.max(values, 0))
+    mass = mass / tl.sum(mass, 0)
+    at = (row * columns + tl.maximum(tl.load(t_ptr + row) - 1, 0)) * K + slot
+    tl.store(heard_ids + at, best.to(tl.int64))
+    tl.store(heard_probs + at, mass)
+    tl.store(ids + row * K + slot, best.to(tl.int64))
+    tl.store(probs + row * K + slot, mass)
+
+
+def likeliest(rows, real, block_tops):
+    """`likeliest` of controls.py for every row, a program each: ids and probabilities (n, K).
+
+    They are recorded for the token that was sampled last. block_tops: what `sample` wrote there.
+    """
+    (n, blocks), (_, columns, K) = block_tops.shape, rows.heard_ids.shape
+    ids = torch.empty(n, K, dtype=torch.long, device=real.device)
+    probs = torch.empty(n, K, device=real.device)
+    tensors = (block_tops, rows.t, rows.heard_ids, rows.heard_probs, ids, probs)
+    sizes = dict(K=K, BLOCK=LOGIT_BLOCK, WIDTH=triton.next_power_of_2(blocks))
+    logits = rows.logits
+    _likeliest[(n,)](logits, logits.stride(0), real, *tensors, blocks, columns, **sizes, num_warps=8)
+    return ids, probs
+
+
+@triton.jit
+def _mean_embedding(embeds, probs, out, E, K: tl.constexpr, WIDTH: tl.constexpr):
+    row, e = tl.program_id(0), tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for k in range(K):
+        embed = tl.load(embeds + (row.to(tl.int64) * K + k) * E + e, mask=e < E, other=0.0)
+        total += tl.load(probs + row * K + k) * embed.to(tl.float32)
+    tl.store(out + row * E + e, total, mask=e < E)
+
+
+def mean_embedding(embeds, probs):
+    """`mean_embedding` of controls.py: embeds (n, K, E), probs (n, K) -> (n, E) float32."""
+    n, K, E = embeds.shape
+    out = torch.empty(n, E, device=embeds.device)
+    _mean_embedding[(n,)](embeds.contiguous(), probs, out, E, K=K, WIDTH=triton.next_power_of_2(E))
+    return out
+
+
+@triton.jit
+def _stranger_tokens(keys, t_ptr, ids, lengths, tokens, n, count, longest, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    key = tl.load(keys + row, mask=inside, other=0)
+    which = _hashed((key ^ -1).to(tl.uint64)).to(tl.int64) % count
+    which = tl.where(which < 0, which + count, which)  # the remainder as torch has it
+    position = tl.maximum(tl.load(t_ptr + row, mask=inside, other=1) - 1, 0)
+    position = position % tl.load(lengths + which, mask=inside, other=1)
+    token = tl.load(ids + which * longest + position, mask=inside, other=0)
+    tl.store(tokens + row, token, mask=inside)
+
+
+def stranger_tokens(rows, strangers):
+    """`Strangers.tokens` of controls.py for the token that each row sampled last: ids (n,)."""
+    n, tokens = len(rows.key), torch.empty_like(rows.key)
+    of_rows, bank = (rows.key, rows.t), (strangers.ids, strangers.lengths)
+    _stranger_tokens[(triton.cdiv(n, 128),)](*of_rows, *bank, tokens, n, *strangers.ids.shape, BLOCK=128)
+    return tokens

@@ -6,7 +6,14 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 from transformers.pytorch_utils import Conv1D
 
 from decoding.any_model import far_apart, model_body
@@ -43,11 +50,12 @@ def load_tokenizer(name, trust_remote_code=False):
     return tokenizer
 
 
-def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_checked=False):
+def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_checked=False, in_4bit=False):
     """A causal model in `dtype` without dropout or noise: log-probs that enter a ratio must not be random.
 
     It remembers its source_dtype and source_dropout, in which it is saved, and has passed `check_model`, now
-    or, where it `is_checked`, when the same weights were loaded before.
+    or, where it `is_checked`, when the same weights were loaded before. `in_4bit`: its linear layers, less
+    the head, keep their weights as 4-bit NormalFloat and compute in `dtype`.
     `tiny` is a fresh Llama-shaped model of about 200,000 parameters for the arithmetic problems.
     """
     if name == "tiny":
@@ -58,6 +66,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
         dropout[path] = getattr(owner, key)
         setattr(owner, key, 0.0)
     how = dict(config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
+    if in_4bit:
+        how |= dict(quantization_config=four_bit(dtype), device_map={"": device})
     model, loading_info = _from_pretrained(AutoModelForCausalLM, name, **how)
     if model._hf_peft_config_loaded:  # of a model on the hub; transformers puts its layers into the model
         raise SettingError("model", name, IS_ADAPTER)
@@ -65,17 +75,70 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
     if missing := sorted(loading_info["missing_keys"]):
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
         raise SettingError("model", name, f"{what}: it is half a model, or its config.json is another's")
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+    _settle(model)
     is_name = isinstance(source_dtype, str)
     model.source_dtype = getattr(torch, source_dtype) if is_name else source_dtype
-    model = model.to(device)
+    model = model if in_4bit else model.to(device)
     with one_line_of(name, f"a {config.model_type} model cannot be run on ids"):
         model.source_dropout = dropout | silence_noise(model)
+    if in_4bit:
+        check_4bit(model)
     if not is_checked:
         check_model(model, name)
     return model
+
+
+def _settle(model):
+    """Nothing in its modules is random, and packed weights stay as they were loaded."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if hasattr(
+            module, "support_avx512bf16_for_cpu"
+        ):  # bitsandbytes would pack them anew, for a bf16 kernel
+            module.support_avx512bf16_for_cpu = False
+
+
+def four_bit(dtype):
+    """QLoRA's storage: 4-bit NormalFloat whose scales are quantised, too (https://arxiv.org/abs/2305.14314)."""
+    how = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(load_in_4bit=True, **how)
+
+
+def policy_bytes(model, config):
+    """Bytes of the policy's weights, adapters left out, for a model that is loaded as the sampler is."""
+    count = sum(p.numel() for p in model.parameters())
+    if not config.lora_r:
+        return 4 * count
+    head = model.get_output_embeddings()
+    layers = (layer for layer in model.modules() if is_matrix_product(layer) and layer is not head)
+    packed = sum(layer.weight.numel() for layer in layers) if config.load_in_4bit else 0
+    # a block of 64 has a scale of 8 bits, 256 of these one of 32
+    return int(model.dtype.itemsize * (count - packed) + packed * (0.5 + 1 / 64 + 4 / (64 * 256)))
+
+
+def dense(parameter):
+    """The values of a weight, as its layer multiplies by them: 4-bit ones unpacked, any other as it is."""
+    if getattr(parameter, "quant_state", None) is None:
+        return parameter
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, parameter.quant_state)
+
+
+def check_4bit(model):
+    """Refuse a model none of whose layers was packed, or whose layers bitsandbytes turns into others.
+
+    Otherwise it is from now on saved as any model is, by its config and the weights it is given.
+    """
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in type(model)(model.config).named_parameters()}
+    packed = {name: p.quant_state.shape for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    if not packed or any(shape != shapes.get(name) for name, shape in packed.items()):
+        kind = f"the layers of a {model.config.model_type} model are none that bitsandbytes keeps in 4 bits"
+        raise SettingError("load_in_4bit", True, f"{kind}: leave it out, or take another model")
+    model.hf_quantizer = None  # it would write what is packed, adapters apart
+    del model.config.quantization_config
 
 
 def size_of(name, trust_remote_code=False):
@@ -176,14 +239,15 @@ def load_models(config, name, tokenizer, device):
 
 
 def load_policy(config, name, tokenizer, device):
-    """The model that is trained: float32, or with LoRA a frozen base in the sampler's dtype and float32
-    adapters.
+    """The model that is trained: float32, or with LoRA a frozen base in the sampler's dtype, or in 4 bits,
+    and float32 adapters.
 
     In train mode: gradient checkpointing needs it; every dropout is 0.
     """
     computed_in = compute_dtype(config.precision, device)
     dtype = computed_in if config.lora_r else torch.float32
-    policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code)
+    how = dict(in_4bit=config.load_in_4bit)
+    policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code, **how)
     freeze_unreached(policy)
     if config.lora_r:
         torch.manual_seed(config.seed)  # the adapters do not depend on what was drawn before
@@ -292,15 +356,23 @@ def _check_merging(model, adapted, wanted):
     for parameter in adapters:
         parameter.copy_(ADAPTER_NOISE * torch.randn(parameter.shape, generator=generator))
     ours = scored(model)
+    # by name: the weight, or the layer of a weight in 4 bits
     weights, plain = {plain_name(name): p for name, p in model.named_parameters()}, {}
     for name in first:
-        plain[name] = weights[name].data
-        weights[name].data = merged_weight(weights[name], adapted[name]).to(model.dtype)
+        merged = merged_weight(weights[name], adapted[name]).to(model.dtype)
+        if is_4bit(adapted[name]):  # which would round it
+            plain[name] = adapted[name].base_layer
+            adapted[name].base_layer = linear(merged, plain[name].bias)
+        else:
+            plain[name], weights[name].data = weights[name].data, merged
     for parameter in adapters:
         parameter.zero_()
     theirs = [logits.to(model.dtype) for logits in scored(model)]
     for name, value in plain.items():
-        weights[name].data = value
+        if is_matrix_product(value):
+            adapted[name].base_layer = value
+        else:
+            weights[name].data = value
     for parameter, value in zip(adapters, given, strict=True):
         parameter.copy_(value)
     if any(map(far_apart, ours, theirs)):
@@ -308,9 +380,16 @@ def _check_merging(model, adapted, wanted):
         raise SettingError("lora_target_modules", wanted, f"{what}: name other layers")
 
 
+def linear(weight, bias):
+    """A layer of these weights."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    made.weight, made.bias = nn.Parameter(weight, requires_grad=False), bias
+    return made
+
+
 def is_matrix_product(layer):
     """A router may be a subclass of nn.Linear, and give more than a product."""
-    is_linear = isinstance(layer, nn.Linear) and type(layer).__name__.endswith("Linear")
+    is_linear = isinstance(layer, nn.Linear) and type(layer).__name__.endswith(("Linear", "Linear4bit"))
     return is_linear or isinstance(layer, Conv1D)
 
 
@@ -322,7 +401,7 @@ def linear_layers(model):
     body = set(model_body(model).modules())
     named = [(name, layer) for name, layer in model.named_modules() if name]
     matrices = [(name, layer) for name, layer in named if layer in body and is_matrix_product(layer)]
-    names = {name for name, layer in matrices if layer.weight.requires_grad}
+    names = {n for n, layer in matrices if layer.weight.requires_grad or hasattr(layer.weight, "quant_state")}
     if model.config.model_type in READ_UNCALLED:
         names = {name for name in names if not name.endswith(".out_proj")}
     last = {name.rsplit(".", 1)[-1] for name in names}
@@ -376,15 +455,21 @@ def _adapted_weights(model, wanted=None):
     for path, layer in model.named_modules():
         if isinstance(layer, kinds.ParamWrapper):
             yield f"{plain_name(path)}.{layer.parameter_name}", layer
-        elif isinstance(layer, (kinds.Linear, kinds.Embedding, kinds._ConvNd)):
+        elif isinstance(layer, (kinds.Linear, kinds.Embedding, kinds._ConvNd)) or is_4bit(layer):
             yield f"{plain_name(path)}.weight", layer
         elif isinstance(layer, kinds.LoraLayer):
             remedy = f"{path} becomes a {type(layer).__name__} of peft, whose adapter cannot be merged here"
             raise SettingError("lora_target_modules", wanted, remedy)
 
 
+def is_4bit(layer):
+    """Whether this is an adapted linear layer whose own weights are in 4 bits."""
+    base = getattr(layer, "base_layer", None)
+    return isinstance(base, nn.Linear) and hasattr(base.weight, "quant_state")
+
+
 def merged_weight(value, layer):
-    return value.float() + layer.get_delta_weight("default").float()
+    return dense(value).float() + layer.get_delta_weight("default").float()
 
 
 def merged_parameters(model):
@@ -397,7 +482,7 @@ def merged_parameters(model):
         plain = plain_name(name)
         if ".lora_" in name:
             continue
-        value = merged_weight(parameter, adapted[plain]) if plain in adapted else parameter
+        value = merged_weight(parameter, adapted[plain]) if plain in adapted else dense(parameter)
         yield plain, parameter, value
 
 
@@ -418,9 +503,10 @@ def merged_state(model, dtype, keep=True):
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" not in name:
             state[plain_name(name)] = made[id(parameter)]
-    for name, value in model.state_dict().items():
+    buffers = dict(model.named_buffers())
+    for name, value in model.state_dict().items():  # less what is not saved, and the scales of 4-bit weights
         plain = plain_name(name)
-        if ".lora_" not in name and plain not in state:  # buffers
+        if name in buffers and ".lora_" not in name and plain not in state:
             state[plain] = value.to(dtype).cpu() if value.is_floating_point() else value.cpu()
     return state
 

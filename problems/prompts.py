@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from errors import DataError, SettingError, one_line
 from problems.problem import EncodedProblem, Problem
 from problems.sources import load_problems, split_held_out
@@ -56,7 +56,7 @@ def template_kwargs(config):
 
 def system_prompt(config):
     """The user's text, else the format's own; the user's must name what ends the reasoning."""
-    chosen, text = ANSWER_FORMATS[config.answer_format], config.system_prompt
+    chosen, text = answer_format_named(config.answer_format), config.system_prompt
     if text is None:
         return (config.prompt_format == "raw" and chosen.raw_prompt) or chosen.system_prompt
     if chosen.think_end not in text:
@@ -104,9 +104,11 @@ class Prompting:
     @classmethod
     def of(cls, config):
         """The one that the settings name; raises SettingError where they cannot be used."""
-        if config.answer_format not in ANSWER_FORMATS:
-            known = ", ".join(ANSWER_FORMATS)
-            raise SettingError("answer_format", config.answer_format, f"must be one of {known}")
+        try:
+            answer_format_named(config.answer_format)
+        except ValueError as error:
+            problem = str(error).removeprefix(f"answer_format {config.answer_format!r} ")
+            raise SettingError("answer_format", config.answer_format, problem) from error
         if config.prompt_format not in PROMPT_FORMATS:
             known = ", ".join(PROMPT_FORMATS)
             raise SettingError("prompt_format", config.prompt_format, f"must be one of {known}")
@@ -209,7 +211,7 @@ class Prompting:
 
     def opening(self, problem, prompt):
         """The end of a prompt that belongs to the answer: what the data begins of it, or a tag it opens."""
-        chosen, last = ANSWER_FORMATS[self.answer_format], (problem.messages or [{"role": ""}])[-1]
+        chosen, last = answer_format_named(self.answer_format), (problem.messages or [{"role": ""}])[-1]
         begun = last["content"] if last["role"] == "assistant" else ""
         if any(tag in begun for tag in chosen.tags) and begun in prompt:
             return prompt[prompt.rindex(begun) :]
@@ -237,10 +239,10 @@ class Prompting:
         said = self._unread(tokenizer, encoded)
         if self.prompt_format == "chat":
             said += [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
-        think_end = ANSWER_FORMATS[self.answer_format].think_end
+        think_end = answer_format_named(self.answer_format).think_end
         if think_end in opening:
             said.append(f"the prompt ends in {think_end!r}: no path of M3PO will be seen to end its thinking")
-        closed = (tag for tag in ANSWER_FORMATS[self.answer_format].tags if tag.startswith("</"))
+        closed = (tag for tag in answer_format_named(self.answer_format).tags if tag.startswith("</"))
         if tag := next((tag for tag in closed if prompt.rstrip().endswith(tag)), None):
             said.append(f"the prompt ends in {tag} already, which the answer format writes once more")
         if prompt.rstrip().endswith("<think>") and not opening:
@@ -260,7 +262,7 @@ class Prompting:
             text = template.replace(_default(name, value), "")
             if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", text):
                 said.append(f"the chat template does not read {name} of chat_template_kwargs")
-        chosen, problems = ANSWER_FORMATS[self.answer_format], [p.problem for p in encoded]
+        chosen, problems = answer_format_named(self.answer_format), [p.problem for p in encoded]
         if self.prompt_format == "raw":
             bring = sum(problem.is_prompt for problem in problems)
         else:
@@ -331,14 +333,17 @@ def _default(name, value):
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
 
 
+def columns_of(config):
+    """The columns that the settings name, None where they name none."""
+    return {name: getattr(config, f"{name}_column") for name in ("question", "answer", "solution")}
+
+
 def problems_of(config, responses=False, also=None):
     """The problems that the settings of a training or an evaluation name.
 
     also: the settings of another run, whose columns are read where the data has them and none are named here.
     """
-    columns = dict(
-        question=config.question_column, answer=config.answer_column, solution=config.solution_column
-    )
+    columns = columns_of(config)
     also = {field: (also or {}).get(f"{field}_column") for field in columns}
     how = dict(limit=config.limit, seed=config.seed, responses=responses)
     return load_problems(config.dataset, config.split, columns, also=also, **how)

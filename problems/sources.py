@@ -29,6 +29,7 @@ COLUMNS = {
     "answer": ("answer", "reference_answer", "final_answer", "target", "label"),
     "solution": ("solution", "reference_solution", "rationale", "response"),
 }  # the columns that are looked for, in this order, where none is named
+GIVEN = "given in Python"  # the name of a data set that has none
 RESPONSE = ("response", "completion")  # what supervised training learns as it stands
 # column: field
 LIKE_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # messages that a CSV holds as text
@@ -62,11 +63,35 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
         raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
     elif path.suffix in SUFFIXES and not path.is_file():  # a pipe would be waited for
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
+    if dataset == GIVEN:
+        raise DataError("the rows of this data set were given in Python: name a file or a hub id")
     rows = file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
     rows = list(itertools.islice(rows, limit))
     if not rows:
         raise DataError(f"{path}: holds no rows")
-    columns = _names_there(rows, columns or {}, also or {})
+    return _problems(rows, columns or {}, also or {}, split, responses)
+
+
+def given_problems(rows, columns=None, *, limit=None):
+    """The problems of rows that are there in Python: dicts as a file would hold them, or Problems.
+
+    rows: any iterable, such as a list or a datasets.Dataset; the first `limit` of them are read. Raises
+    DataError as `load_problems` does.
+    """
+    rows = list(itertools.islice(rows, limit))
+    if not rows:
+        raise DataError("dataset: holds no rows")
+    if all(isinstance(row, Problem) for row in rows):
+        return rows
+    if isinstance(rows[0], str):  # the names of splits, or of columns
+        raise DataError(f"dataset: must be rows, and not what holds {', '.join(map(str, rows[:3]))}")
+    rows = [(f"dataset row {i}", row) for i, row in enumerate(rows, 1)]
+    return _problems(rows, columns or {}, {}, "train", responses=False)
+
+
+def _problems(rows, columns, also, split, responses):
+    """The problems of pairs (where, row)."""
+    columns = _names_there(rows, columns, also)
     problems = [
         _problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)
     ]

@@ -18,7 +18,8 @@ UPLOADED = (
     "*.safetensors *.safetensors.index.json config.json generation_config.json tokenizer* *.jinja README.md "
     "adapter/* special_tokens_map.json vocab.* merges.txt *.model *.py run_config.yaml metrics.jsonl"
 ).split()
-PATHS = "model dataset system_prompt_file warm_start output_dir reward".split()  # settings that may be paths
+# settings that may be paths
+PATHS = "model dataset system_prompt_file answer_format warm_start output_dir reward".split()
 NOT_UPLOADED = "checkpoint-*/* warm_start/* trackers/* wandb/* best/* .*".split()  # though named above
 
 CARD = """---
@@ -88,7 +89,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         minutes=lines[-1]["train_seconds"] / 60,
         results=_results(lines),
         start=_start(settings, Path(folder) / "warm_start"),
-        answer_format=settings["answer_format"],
+        answer_format=Path(settings["answer_format"]).name,
         system_prompt=system_prompt,
         name=name,
         use=use.format(asked=ASKED, limit=settings["max_completion_length"]),

@@ -8,9 +8,10 @@ from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 
+from answers.user_files import code_of, user_files
 from errors import RunError
 from reporting.files import MODEL_FILES, sha256_of
-from rewards import reward_files, reward_name
+from rewards import reward_name
 from running.parsing import without_switches
 from running.settings import free_on_resume, names_with, resolved
 
@@ -60,12 +61,12 @@ def _older_fingerprint(problems):
 
 
 def rewards_fingerprint(config, functions):
-    """sha256 over the rewards' names, weights and source, modules of their folders that they import included;
-    those of rewards.py belong to the commit.
+    """sha256 over the rewards' names, weights and source, modules of their folders that they import included,
+    and over an answer format of the user's; those of rewards.py belong to the commit.
     """
     digest = hashlib.sha256()
-    for spec in getattr(config, "reward", None) or ():
-        for file in reward_files(spec.rpartition(":")[0]):
+    for _, path in code_of(config):
+        for file in user_files(path):
             digest.update(file.read_bytes())
     for function, weight in functions:
         digest.update(f"{reward_name(function)}={weight}".encode())

@@ -12,6 +12,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from answers.user_files import code_of
 from errors import NoRoomError, SettingError
 from learning.models import merged_state
 from learning.parallel import raise_on_all, together
@@ -140,8 +141,7 @@ def _left_behind(config):
 def _refuse_to_clear_inputs(config):
     """Refuse to overwrite a folder whose earlier run holds what this one reads."""
     left = [path.resolve() for path in _left_behind(config)]
-    rewards = [spec.rpartition(":")[0] for spec in getattr(config, "reward", None) or ()]
-    read = [("model", config.model), ("dataset", config.dataset), *(("reward", path) for path in rewards)]
+    read = [("model", config.model), ("dataset", config.dataset), *code_of(config)]
     read += [(name, getattr(config, name, None)) for name in ("system_prompt_file", "warm_start")]
     for name, value in read:
         path = Path(value or "none").resolve()

@@ -27,12 +27,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from answers.user_files import code_of, user_files
 from errors import RunError, SettingError
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from learning.precision import compute_dtype
 from reporting.files import FINISHED, LOGS, sha256_of
-from rewards import reward_files
 from running.folder import DRAWN, FOLDERS
 from running.parsing import parse_config
 
@@ -140,9 +140,8 @@ def named_files(config):
     named += [
         (name, getattr(config, name, None)) for name in ("warm_start", "system_prompt_file", "questions")
     ]
-    rewards = [spec.rpartition(":")[0] for spec in getattr(config, "reward", None) or ()]
-    named += [("reward", path) for path in rewards]
-    named += [("reward", file) for path in rewards for file in reward_files(path)[1:]]
+    code = code_of(config)
+    named += code + [(setting, file) for setting, path in code for file in user_files(path)[1:]]
     data = Path(config.dataset)
     named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
     return {(name, str(path)): sha256_of(path) for name, path in named if path and Path(path).is_file()}

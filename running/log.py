@@ -95,8 +95,10 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
     inspection: the result of `inspect_group`; tokens that would have been others
     without listening are named in its lines.
     """
-    config, records = run.config, []
+    config, records, advantages = run.config, [], advantages.tolist()  # device sync
     G, first_row = config.num_generations, run.local_rows.start
+    shown = range(min(len(sampled.problems), max(0, config.log_groups - first_row // G)))
+    rollout = sampled.rollout.groups(list(shown)).to("cpu") if shown else None
     for n, (ids, text, ended) in enumerate(sampled.completions):
         problem, reward = sampled.problems[n // G].problem, sampled.rewards[n]
         record = {
@@ -112,14 +114,14 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
             "right": bool(right[n]),
             "reward": None if math.isnan(reward) else reward,
             "rewards": {name: values[n] for name, values in sampled.parts.items()},
-            "advantage": float(advantages[n]),
+            "advantage": advantages[n],
             "length": len(ids),
             "stop_condition": "eos" if ended else "length",
         }
         if sampled.logged.rows[n]:
             record["extra"] = sampled.logged.rows[n]
-        if first_row + n < G * config.log_groups:
-            record |= _token_record(run.learner.tokenizer, sampled.rollout, n, ids)
+        if n // G in shown:
+            record |= _token_record(run.learner.tokenizer, rollout, n, ids)
             if inspection is not None and n < G:
                 others = enumerate(zip(ids, inspection.alone[n], strict=True))
                 decode = run.learner.tokenizer.decode
@@ -129,8 +131,8 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
 
 
 def _token_record(tokenizer, rollout, n, ids):
-    """Tokens of row n, their texts and log-probs, and where it hears its peers the weights (length, G) as
-    base64: in 1/255 a byte each, or float16 where one may be negative or above 1.
+    """Tokens of row n of a rollout on the CPU, their texts, log-probs, and where it hears its peers weights
+    (length, G) as base64: in 1/255 a byte each, or float16 where one may be negative or above 1.
     """
     logps = rollout.logp[n, : len(ids)].tolist()
     record = {
@@ -146,7 +148,7 @@ def _token_record(tokenizer, rollout, n, ids):
             weights = (weights * 255).round().to(torch.uint8)
         else:
             weights, record["mix_dtype"] = weights.half(), "float16"
-        record["mix"] = base64.b64encode(weights.cpu().numpy().tobytes()).decode()
+        record["mix"] = base64.b64encode(weights.numpy().tobytes()).decode()
     return record
 
 

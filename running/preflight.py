@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from decoding.any_model import vocab_logits
 from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
@@ -25,7 +25,14 @@ from decoding.tokens import end_answers_on
 from errors import Interrupted, SettingError, is_out_of_memory, one_line
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
-from learning.models import check_positions, load_frozen, load_model, load_policy, load_tokenizer
+from learning.models import (
+    check_positions,
+    load_frozen,
+    load_model,
+    load_policy,
+    load_tokenizer,
+    policy_bytes,
+)
 from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
@@ -50,7 +57,7 @@ def report(config, functions):
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
     check_positions(model, problems + held_out, config)
     end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, model)
-    answer_format = ANSWER_FORMATS[config.answer_format]
+    answer_format = answer_format_named(config.answer_format)
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, config.interaction, compiled=False)
     decoder.choose_path()
     _print_sampling(model, decoder, config)
@@ -101,7 +108,7 @@ def _print_prompt(problems, tokenizer, config):
     remarks = Prompting.of(config).remarks(tokenizer, problems) or [whose]
     if problems[0].opening:
         remarks.append(f"it opens the answer with {problems[0].opening!r}, which counts as the answer's")
-    remarks.append(f"thinking ends at {ANSWER_FORMATS[config.answer_format].think_end!r}")
+    remarks.append(f"thinking ends at {answer_format_named(config.answer_format).think_end!r}")
     _print("prompt", f"{'; '.join(remarks)}; the first prompt:\n{problems[0].prompt}")
 
 
@@ -129,7 +136,7 @@ def _print_memory(model, config):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     copy = count * model.dtype.itemsize
     parts = {
-        "policy": copy if config.lora_r else 4 * count,
+        "policy": policy_bytes(model, config),
         "gradients": 4 * trained,
         "moments": config.moment_bytes * trained,
         "sampler": copy,
@@ -317,7 +324,7 @@ def _print_gold(problems, functions, config, decoder):
 
     They are what the tokenizer gives back of them, as a model that writes them would be read.
     """
-    answer_format = ANSWER_FORMATS[config.answer_format]
+    answer_format = answer_format_named(config.answer_format)
 
     def as_read(text, p):
         ids = decoder.tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)

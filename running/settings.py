@@ -78,7 +78,10 @@ class TrainConfig:
         none_words=("all",),
     )
     answer_format: str = setting(
-        "xml", "how answers are written: " + ", ".join(ANSWER_FORMATS), inherited=True, in_card=True
+        "xml",
+        f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name of your own",
+        inherited=True,
+        in_card=True,
     )
     grading: str = setting(
         "number",
@@ -273,6 +276,15 @@ class TrainConfig:
         inherited=True,
         goes_with="lora_r",
     )
+    load_in_4bit: bool = setting(
+        False,
+        "LoRA: keep the frozen weights of the policy in 4 bits (QLoRA; needs bitsandbytes). What samples and "
+        "what is saved are these weights with the adapters, in 16 bits",
+        resume="never",
+        inherited=True,
+        in_card=True,
+        goes_with="lora_r",
+    )
     save_adapter: bool = setting(
         False,
         "LoRA: also write the adapter alone into output_dir/adapter; output_dir itself holds merged weights",
@@ -293,6 +305,9 @@ class TrainConfig:
         self._check_choices()
         self._check_lora()
         check_prompting(self)
+        path, _, name = self.answer_format.rpartition(":")
+        if path:  # whoever evaluates the model may stand in another folder
+            object.__setattr__(self, "answer_format", f"{Path(path).resolve()}:{name}")
         if (self.keep_best or self.patience) and not self.eval_every:
             raise SettingError("eval_every", 0, "keep_best and patience need evaluations")
         if self.eval_every and not self.eval_problems:
@@ -343,10 +358,13 @@ class TrainConfig:
 
     def _check_lora(self):
         needs_package(self, "lora_r", self.lora_r > 0, "peft", 0)
+        needs_package(self, "load_in_4bit", self.load_in_4bit, "bitsandbytes", False)
         if self.fsdp and (self.lora_r or self.optimizer != "adamw"):
             remedy = "goes with full fine-tuning and --optimizer adamw; LoRA and 8-bit moments need no shards"
             raise SettingError("fsdp", True, remedy)
-        for name in ("lora_target_modules", "save_adapter"):
+        if self.load_in_4bit and self.model == "tiny":
+            raise SettingError("load_in_4bit", True, "model=tiny is made here, and not loaded: give another")
+        for name in ("lora_target_modules", "load_in_4bit", "save_adapter"):
             if getattr(self, name) and not self.lora_r:
                 raise SettingError(
                     name, getattr(self, name), "there are no adapters without LoRA: set lora_r"

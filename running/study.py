@@ -16,9 +16,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from answers.user_files import code_of, user_files
 from errors import RunError, SettingError, one_line
 from reporting.files import sha256_of, write_whole
-from rewards import reward_files
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDED = ("finished", "collapsed", "refused")
@@ -99,14 +99,14 @@ def write_json(path, values):
 
 
 def code_files(configs=()):
-    """{file of the project: sha256} of all that a run imports, within functions too, and of own rewards.
+    """{file of the project: sha256} of all that a run imports, within functions too, and of the user's.
 
     Found by reading: which of them are loaded depends on the machine.
     """
     files = dict(_files_of_a_run())
     for config in configs:
-        for spec in config.reward or ():
-            for path in reward_files(spec.rpartition(":")[0]):
+        for _, named in code_of(config):
+            for path in user_files(named):
                 files[path.name] = sha256_of(path)
     return files
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from answers.formats import ANSWER_FORMATS
+from answers.formats import answer_format_named
 from errors import SettingError
 from reporting.files import read_yaml
 from rewards import GRADINGS
@@ -274,7 +274,11 @@ def _completed(evaluation, base):
     names = "dataset answer_format grading max_completion_length".split()
     given = {name: getattr(base, name) for name in names if getattr(evaluation, name) is None}
     made = dataclasses.replace(evaluation, **given)
-    check_one_of(made, "answer_format", tuple(ANSWER_FORMATS))
+    try:
+        answer_format_named(made.answer_format)
+    except ValueError as error:
+        problem = f"of evaluation {made.name}: {error}"
+        raise SettingError("answer_format", made.answer_format, problem) from error
     check_one_of(made, "grading", GRADINGS)
     if made.interacts and (base.m3po_lambda == 0 or made.answer_format != base.answer_format):
         remedy = "paths interact as in the base recipe, which needs m3po_lambda above 0 and its answer_format"

@@ -46,9 +46,8 @@ def start(words, tmp_path_factory):
 
 
 def settings(**given):
-    common = dict(
-        lora_r=0, lora_alpha=8, lora_target_modules=None, seed=0, precision="fp32", trust_remote_code=False
-    )
+    common = dict(lora_r=0, lora_alpha=8, lora_target_modules=None, load_in_4bit=False)
+    common |= dict(seed=0, precision="fp32", trust_remote_code=False)
     return SimpleNamespace(**common | given)
 
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from decoding.controls import Strangers, directions, row_keys
+from decoding.controls import LIKELIEST, Strangers, directions, likeliest, mean_embedding, row_keys
 from decoding.decoder import GroupDecoder
 from decoding.fast_model import LayerCache, attend, enter_norm, leave_norm, rms_norm
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.step import Rows, StepKind, by_group, control_step, mix_step, sample_step
+from decoding.tokens import IMPOSSIBLE, LOGIT_BLOCK
 from grpo_train import Config, update
 from learning import log_probs
 from learning.learner import make_learner
@@ -560,6 +561,57 @@ def test_the_kernel_of_a_control_gives_what_plain_torch_does(control):
     assert not torch.equal(made[0][0], embeds)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_own_and_strangers_let_paths_hear_is_that_of_plain_torch(dtype):
+    """The same ids and tokens; the largest logits of a block come from the pass that samples."""
+    from decoding import kernels
+
+    torch.manual_seed(0)
+    n, V, W, K, E = 9, 5083, 5120, LIKELIEST, 96
+    logits = (2 * torch.randn(n, W, device="cuda")).to(dtype)
+    logits[:, 1000:1030] = 9.0  # more equal ones than are kept
+    real = torch.arange(W, device="cuda") < V
+    real[5:9] = False
+    expected = torch.where(real, logits.float(), IMPOSSIBLE).unflatten(1, (-1, LOGIT_BLOCK)).amax(-1)
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(n, *shape, dtype=dtype, device="cuda")
+
+    next_state = torch.zeros(2, V, dtype=torch.long, device="cuda")
+    is_eos = torch.zeros(V, dtype=torch.bool, device="cuda")
+    tables = SimpleNamespace(next_state=next_state, is_eos=is_eos, real=real, pad_id=0)
+    rows = Rows(*[None] * len(Rows._fields))._replace(
+        logits=logits,
+        key=row_keys(1, 2, 3, n).cuda(),
+        t=torch.randint(0, 7, (n,), device="cuda"),
+        state=zeros(dtype=torch.long),
+        ended=zeros(dtype=torch.bool),
+        finished=zeros(dtype=torch.bool),
+        ids=zeros(8, dtype=torch.long),
+        thinking=zeros(8, dtype=torch.bool),
+        logp=zeros(8),
+        uniforms=zeros(8),
+        heard_ids=zeros(8, K, dtype=torch.long),
+        heard_probs=zeros(8, K),
+    )
+    block_tops = torch.empty_like(expected)
+    temperature, limit = torch.tensor(0.7, device="cuda"), torch.tensor(8, device="cuda")
+    kernels.sample(rows, tables, temperature, limit, False, block_tops)
+    assert torch.equal(block_tops, expected)
+    ids, probs = kernels.likeliest(rows, real, block_tops)
+    their_ids, their_probs = likeliest(logits.clone(), (~real).nonzero().flatten())
+    assert torch.equal(ids, their_ids)
+    assert torch.allclose(probs, their_probs, atol=1e-6)
+    now = torch.arange(n, device="cuda"), rows.t - 1
+    assert torch.equal(rows.heard_ids[now], ids)
+    assert torch.equal(rows.heard_probs[now], probs)
+    embeds = torch.randn(n, K, E, device="cuda").to(dtype)
+    ours = kernels.mean_embedding(embeds, probs)
+    assert torch.allclose(ours, mean_embedding(embeds, probs), atol=1e-5)
+    strangers = Strangers(torch.randint(0, V, (11, 9)).cuda(), torch.randint(1, 10, (11,)).cuda())
+    assert torch.equal(kernels.stranger_tokens(rows, strangers), strangers.tokens(rows.key, rows.t - 1))
+
+
 def test_noise_is_the_same_on_the_card_to_the_bit():
     keys, positions = row_keys(1, 2, 0, 300)[:, None], torch.arange(20)
     on_card = directions(keys.cuda(), positions.cuda(), 96)
@@ -678,6 +730,8 @@ def test_a_run_stopped_and_resumed_on_the_card_is_as_near_to_one_left_alone_as_t
 @pytest.mark.parametrize("more", ["", "--lora_r=4", "--torch_compile=false", "--optimizer=adamw_8bit"])
 def test_a_run_in_fp16_scales_its_loss_and_scores_what_it_sampled(more, tmp_path):
     """The difference of the log-probs is that of bf16, or less by far; few steps overflow."""
+    if "8bit" in more:
+        pytest.importorskip("bitsandbytes")
     means = {}
     for precision in ("bf16", "fp16"):
         words = [sys.executable, "grpo_train.py", *FLAGS.split(), *more.split(), f"--precision={precision}"]

@@ -1,5 +1,6 @@
 """The pieces are imported from elsewhere, and what is packaged is what the tree has."""
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -10,23 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_PACKAGED = {"tests", "benchmarks"}
 
-NOTEBOOK = """
-import torch
-from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling, rollout_uniforms
-from grpo_train import group_advantages
-from learning.models import load_model, load_tokenizer
-from rewards import correctness_reward
-
-tokenizer = load_tokenizer("tiny")
-model = load_model("tiny", tokenizer, torch.float32, torch.device("cpu")).eval()
-decoder = GroupDecoder(model, tokenizer, think_end="</reasoning>", interaction=Interaction(lambda_blend=0.1))
-prompts = [tokenizer("Ann has 12 pens and gets 5 more . How many pens does Ann have now ?")["input_ids"]]
-rollout = decoder.rollout(prompts, Sampling(32, 8, temperature=1.0), rollout_uniforms(0, 0, 0, 8, 32))
-texts = [completion.text for completion in decoder.completions(rollout)]
-rewards = torch.tensor(correctness_reward(completions=texts, answer=["17"] * 8))
-advantages = group_advantages(rewards, num_generations=8)
-"""
+CELLS = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
+NOTEBOOK = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
 
 def ours(modules):
@@ -52,13 +38,22 @@ def nothing_imported(monkeypatch):
 def test_the_pieces_are_imported_from_another_folder(tmp_path, monkeypatch):
     """As in a notebook after `pip install -e .`, which puts the project's root on the path."""
     monkeypatch.chdir(tmp_path)
-    notebook = {}
-    exec(NOTEBOOK, notebook)
-    assert notebook["advantages"].shape == (8,)
-    assert len(set(notebook["texts"])) > 1
-    assert notebook["rollout"].logp.shape[0] == 8
+    exec("\n".join(line for cell in NOTEBOOK for line in cell.split("\n") if line.startswith("from ")), {})
     assert {"grpo_train", "decoding.decoder"} <= set(ours(sys.modules)), "they were imported anew"
     assert not list(tmp_path.iterdir()), "importing the pieces writes nothing"
+
+
+def test_the_notebook_says_what_is_kept_in_it(tmp_path, monkeypatch, capsys):
+    """Every cell but the last, which trains, prints what the file shows below it."""
+    monkeypatch.chdir(tmp_path)
+    notebook, cells = {}, [cell for cell in CELLS if cell["cell_type"] == "code"]
+    for cell in cells[:-1]:
+        exec("".join(cell["source"]), notebook)
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        assert capsys.readouterr().out == shown
+    exec("".join(cells[-1]["source"]), notebook)
+    assert notebook["result"].folder == Path("grpo_finetuned_model")
+    assert (tmp_path / "grpo_finetuned_model" / "config.json").exists()
 
 
 def test_the_listed_modules_and_packages_are_those_of_the_tree():

@@ -18,7 +18,17 @@ from errors import SettingError
 from learning.learner import Learner, make_optimizer
 from learning.log_probs import Head, Scorer, TokenScores, logits_gradient, make_scorer, token_scores
 from learning.memory import micro_batches
-from learning.models import add_adapters, check_positions, load_model, load_policy, load_tokenizer, refresh
+from learning.models import (
+    add_adapters,
+    check_positions,
+    load_model,
+    load_models,
+    load_policy,
+    load_tokenizer,
+    merged_state,
+    policy_bytes,
+    refresh,
+)
 from running.folder import save_adapter, save_model
 from small_models import FAMILIES, build_model
 
@@ -618,3 +628,50 @@ def test_the_scores_own_backward_equals_what_autograd_makes_of_the_formula(cap, 
     assert not entropy.requires_grad
     assert ours.grad[:, 20:].abs().max() == 0
     assert ours.grad[:, 11].abs().max() == 0
+
+
+def test_a_model_of_other_layers_than_bitsandbytes_keeps_is_refused(tokenizer, tmp_path):
+    """GPT-2's matrices stand the other way round there: what samples would be another model."""
+    pytest.importorskip("bitsandbytes")
+    build_model("gpt2", tokenizer).save_pretrained(tmp_path / "m")
+    config = config_for_steps(model=str(tmp_path / "m"), lora_r=4, load_in_4bit=True)
+    with pytest.raises(SettingError, match="load_in_4bit=True: the layers of a gpt2 model are none"):
+        load_policy(config, config.model, tokenizer, torch.device("cpu"))
+    with pytest.raises(SettingError, match="load_in_4bit=True: there are no adapters without LoRA"):
+        config_for_steps(load_in_4bit=True, model=str(tmp_path / "m"))
+    with pytest.raises(SettingError, match="load_in_4bit=True: model=tiny is made here"):
+        config_for_steps(load_in_4bit=True, lora_r=4, model="tiny")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_adapters_on_a_base_in_4_bits_are_scored_as_they_are_sampled_and_saved(
+    family, tokenizer, prompts, tmp_path
+):
+    """What samples, what is scored and what is saved are the same weights: 4-bit ones with the adapters."""
+    pytest.importorskip("bitsandbytes")
+    build_model(family, tokenizer).save_pretrained(tmp_path / "m")
+    config = config_for_steps(model=str(tmp_path / "m"), lora_r=4, load_in_4bit=True, beta=0.1)
+    policy, sampler, reference = load_models(config, config.model, tokenizer, torch.device("cpu"))
+    before = {name: p.clone() for name, p in sampler.named_parameters()}
+    kept = [p for p in policy.parameters() if p.dtype == torch.uint8]
+    scales = [x for p in kept for x in (p.quant_state.absmax, p.quant_state.state2.absmax)]
+    plain = [p for name, p in policy.named_parameters() if p.dtype != torch.uint8 and ".lora_" not in name]
+    held = sum(x.numel() * x.element_size() for x in (*kept, *scales, *plain))
+    assert policy_bytes(sampler, config) == pytest.approx(held, rel=0.01)
+    assert len(kept) >= 4, "some weights are in 4 bits"
+    assert all(p.requires_grad == (".lora_" in name) for name, p in policy.named_parameters())
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if ".lora_B" in name:
+                p.normal_(std=0.05)
+    refresh(sampler, policy)
+    assert any(not torch.allclose(p, before[name], atol=1e-3) for name, p in sampler.named_parameters())
+    decoder, out = rollout_of(sampler, tokenizer, prompts, lam=0.3)
+    logp, _ = Scorer(policy, decoder.tables)(out, all_rows(out))
+    assert torch.allclose(logp, out.logp, atol=3e-5)
+    logp.sum().backward()
+    assert all(p.grad.abs().sum() > 0 for name, p in policy.named_parameters() if ".lora_A" in name)
+    refresh(reference, policy)
+    state = merged_state(policy, torch.float32)
+    assert state.keys() == reference.state_dict().keys()
+    assert all(torch.allclose(state[name], p, atol=1e-6) for name, p in reference.state_dict().items())

@@ -13,7 +13,7 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from decoding.tokens import token_tables
 from grpo_train import Config, update
 from learning.learner import make_learner
-from learning.log_probs import Scorer, make_scorer, pack_rows
+from learning.log_probs import Scorer, compile_layers, make_scorer, pack_rows
 from learning.memory import batch_tokens, micro_batches
 from learning.models import add_adapters
 from learning.packing import attend_packed, is_packed, pack, ranges
@@ -230,3 +230,12 @@ def test_a_reference_that_goes_a_slower_way_than_the_policy_is_said_too(
     monkeypatch.setattr("learning.log_probs.pack_rows", lambda scorer: next(remarks))
     small_update(tokenizer, prompts, beta=0.1)
     assert capsys.readouterr().out.splitlines().count("update: the reference is slow") == 1
+
+
+def test_layers_of_a_model_that_is_used_again_are_not_compiled_twice(llama):
+    model = copy.deepcopy(llama)
+    compile_layers(model)
+    compiled = [layer._compiled_call_impl for layer in model.model.layers]
+    assert all(compiled)
+    compile_layers(model)
+    assert [layer._compiled_call_impl for layer in model.model.layers] == compiled

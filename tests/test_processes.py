@@ -26,6 +26,7 @@ from errors import SettingError
 from grpo_train import Config
 from learning import parallel
 from learning.parallel import owners, shard
+from running import launching
 from running.launching import check_shares, signals_to_hand_on, starts_processes
 from small_runs import SHORT, command, lines, run_short
 from small_update import small_update
@@ -373,3 +374,18 @@ def test_sharded_layers_are_compiled_once_and_train_as_whole_ones_do(tokenizer, 
     for mode in ("sharded", "compiled"):
         assert made[mode]["loss"] == pytest.approx(made["whole"]["loss"], rel=1e-5)
         assert made[mode]["weights"] == pytest.approx(made["whole"]["weights"], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "threads"), [("cuda", None, 1), ("cuda", 2, 2), ("cpu", None, 3)]
+)
+def test_beside_a_gpu_torch_has_one_thread_unless_the_settings_say_more(monkeypatch, device, asked, threads):
+    accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
+    monkeypatch.setattr(launching, "make_accelerator", lambda *_: accelerator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        launching.start_processes(Config(model="tiny", cpu_threads=asked))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

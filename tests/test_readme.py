@@ -5,11 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_house_import import NOTEBOOK
 
 import grpo_eval
 import grpo_train
 import sft_train
+from answers.formats import answer_format_named
 from running.parsing import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,9 +119,19 @@ def test_the_five_steps_have_the_words_of_the_loop():
     assert re.findall(r"^\d\. .+$", section, re.MULTILINE) == steps
 
 
-def test_the_notebook_is_the_one_that_is_run():
+def test_what_is_shown_in_python_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     [block] = blocks(ROOT / "README.md", "python")
-    assert block.strip() == NOTEBOOK.strip()
+    shown = {}
+    exec(block, shown)
+    assert shown["result"].metrics["step"] == 2
+    assert "reward/names_it" in shown["result"].metrics
+
+
+def test_the_answer_format_of_the_docs_can_be_used(tmp_path):
+    [block] = [text for text in blocks(ROOT / "docs" / "recipes.md", "python") if "AnswerFormat" in text]
+    (tmp_path / "my_format.py").write_text(block)
+    assert answer_format_named(f"{tmp_path}/my_format.py:mine").extract("so RESULT[7]") == "7"
 
 
 def test_the_two_commands_of_a_fresh_machine_are_single_lines():

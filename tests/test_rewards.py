@@ -13,12 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
+import grpo_eval
 import grpo_train
 import rewards
-from answers.formats import XML_TAGS
+from answers.formats import XML_TAGS, answer_format_named
+from answers.user_files import code_of, user_files
 from decoding.rollout import Completion
 from errors import RewardError, SettingError
 from problems.problem import Problem
+from problems.prompts import system_prompt
 from problems.sources import load_problems
 from rewards import (
     ANSWER_FORMATS,
@@ -42,7 +45,6 @@ from rewards import (
     parse_number,
     r1_format_reward,
     reward_columns,
-    reward_files,
     right_answers,
     soft_format_reward,
     strict_correctness_reward,
@@ -50,6 +52,7 @@ from rewards import (
     xml_share_reward,
     xmlcount_reward,
 )
+from running.contract import rewards_fingerprint
 from small_growth import growth
 from small_models import paid
 
@@ -249,7 +252,8 @@ def test_an_unknown_format_is_refused_with_the_valid_ones():
         lambda: correctness_reward(None, [], [], "json"),
     ):
         with pytest.raises(
-            ValueError, match=r"^answer_format 'json' is unknown: must be one of xml, hash, boxed, r1$"
+            ValueError,
+            match=r"^answer_format 'json' is unknown: must be one of xml, hash, boxed, r1, or FILE.py:name$",
         ):
             call()
 
@@ -1057,7 +1061,7 @@ def test_a_function_that_no_step_could_call_is_refused_when_it_is_loaded(kind, t
     with pytest.raises(ValueError, match=words):
         check_parameters([(function, 1.0)], {"completions": []})
     (tmp_path / "mine.py").write_text("")
-    monkeypatch.setattr(rewards, "_module_of", lambda *args: SimpleNamespace(mine=function))
+    monkeypatch.setattr("answers.user_files._module_of", lambda *args: SimpleNamespace(mine=function))
     with pytest.raises(SettingError, match=f"reward=.*{words}"):
         grpo_train.Config(reward=[f"{tmp_path}/mine.py:mine"])
 
@@ -1079,9 +1083,85 @@ def test_the_modules_beside_a_reward_file_that_it_imports_belong_to_it(tmp_path)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = [str(path.relative_to(tmp_path.resolve())) for path in reward_files(tmp_path / "mine.py")]
+    found = [str(path.relative_to(tmp_path.resolve())) for path in user_files(tmp_path / "mine.py")]
     assert found[0] == "mine.py"
     assert sorted(found) == sorted(files.keys() - {"os.txt", "others.py"})
-    assert reward_files(rewards.__file__) == [Path(rewards.__file__)], (
-        "the project's own belong to the commit"
-    )
+    assert user_files(rewards.__file__) == [Path(rewards.__file__)], "the project's own belong to the commit"
+
+
+OWN_FORMAT = """
+import re
+from answers.formats import AnswerFormat
+
+def find(text):
+    found = re.findall(r"RESULT\\[(.*?)\\]", text)
+    return found[-1] if found else None
+
+def made(template="{reasoning}\\nRESULT[{answer}]", find=find, think_end="RESULT[", tags=("RESULT[",)):
+    return AnswerFormat("mine", "End with RESULT[...].", think_end, tags, template, find)
+
+mine = made()
+lost = made("{reasoning}\\n{answer}")
+guesses = made(find=lambda text: (re.findall(r"[-\\w=, ]+", text) or [""])[-1].strip() or None)
+raises = made(find=lambda text: text.index("RESULT") and None)
+never = made(think_end="</think>")
+empty = made(think_end="")
+no_field = made("{reasoning} {result} RESULT[{answer}]")
+a_string = "RESULT"
+"""
+
+
+def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch):
+    """In every place that knows the four: prompts, grading, rewards, evaluation, from any folder."""
+    (tmp_path / "own.py").write_text(OWN_FORMAT)
+    monkeypatch.chdir(tmp_path)
+    config = grpo_train.Config(answer_format="own.py:mine")
+    assert config.answer_format == f"{tmp_path / 'own.py'}:mine", "whoever evaluates may stand elsewhere"
+    assert config.think_end == "RESULT["
+    assert system_prompt(config) == "End with RESULT[...]."
+    monkeypatch.chdir(tmp_path.parent)
+    text = answer_format_named(config.answer_format).write("6 * 7", "42")
+    assert extract_answer(text, config.answer_format) == "42"
+    assert right_answers([text, "42"], ["42", "42"], config.answer_format) == [True, False]
+    assert correctness_reward(None, [text], ["42"], config.answer_format) == [2.0]
+    assert format_reward([text, ""], config.answer_format) == [0.2, 0.0]
+    assert grpo_eval.Config(model="tiny", answer_format=config.answer_format).answer_format
+    assert code_of(config) == [("answer_format", str(tmp_path / "own.py"))]
+    before = rewards_fingerprint(config, [])
+    (tmp_path / "own.py").write_text(OWN_FORMAT + "# other\n")
+    assert rewards_fingerprint(config, []) != before, "a resumed run notices"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lost", "finds None in 'So it is.\\n42', which it has written for '42'"),
+        ("guesses", "finds 'It is 42' in a text that has none of its tags: its find must give None there"),
+        ("raises", "raises ValueError: substring not found"),
+        ("never", "without '</think>': its template must hold think_end and all tags"),
+        ("empty", "without '': its template must hold think_end and all tags"),
+        ("no_field", "raises KeyError: 'result'"),
+        ("a_string", "is a str there: make it with answers.formats.AnswerFormat"),
+        ("nowhere", "is nothing there: make it with answers.formats.AnswerFormat"),
+    ],
+)
+def test_a_format_that_cannot_be_used_is_refused_before_anything_is_loaded(name, words, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_FORMAT)
+    with pytest.raises(SettingError) as refused:
+        grpo_train.Config(answer_format=f"{tmp_path}/own.py:{name}")
+    assert words in str(refused.value).replace("\\\\", "\\")
+    assert str(refused.value).startswith(f"answer_format='{tmp_path}/own.py:{name}': ")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("none.py:mine", "there is no file none.py"),
+        ("json", "is unknown: must be one of xml, hash, boxed, r1, or FILE.py:name"),
+        ("own.txt:mine", "is unknown: must be one of"),
+    ],
+)
+def test_a_format_that_is_not_there_is_one_line(spec, words):
+    for make in (grpo_train.Config, lambda **given: grpo_eval.Config(model="tiny", **given)):
+        with pytest.raises(SettingError, match=words):
+            make(answer_format=spec)

@@ -2,21 +2,27 @@
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from accelerate import Accelerator
+from datasets import Dataset
 
 import grpo_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
-from errors import SettingError, Stopped
+from errors import DataError, SettingError, Stopped
 from problems.problem import EncodedProblem, Problem
+from problems.sources import GIVEN, load_problems
 from running.evaluation import held_out_accuracy
 from running.launching import PARENT, seconds_since_start
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
 from small_recipes import config_of
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_an_epoch_ends_with_what_is_left_of_the_problems():
@@ -82,22 +88,67 @@ def test_what_was_decoded_counts_for_nothing_where_another_process_was_told_to_s
     assert decoder.interrupted is None
 
 
-def test_rewards_and_problems_can_be_given_from_python(recipe_start, tmp_path):
-    """Instead of names: (function, weight) pairs and Problems; what is returned says where the model is."""
-    problems = [Problem(f"What is {i} and {i}?", str(2 * i), id=f"mine-{i}") for i in range(8)]
+def length_reward(completions, **columns):
+    return [float(len(c[0]["content"])) for c in completions]
 
-    def length(completions, **columns):
-        return [float(len(c[0]["content"])) for c in completions]
 
+def rows_of(kind):
+    rows = [{"prompt": f"What is {i} and {i}?", "answer": 2 * i, "id": f"mine-{i}"} for i in range(8)]
+    if kind == "Problems":
+        return [Problem(row["prompt"], str(row["answer"]), id=row["id"]) for row in rows]
+    return Dataset.from_list(rows) if kind == "a Dataset" else rows
+
+
+@pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
+def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_path):
+    """Instead of names, as TRL takes them; what is returned says where the model is."""
     settings = dict(batch_size=2, num_generations=2, num_steps=2, max_completion_length=8, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    result = grpo_train.train(config, reward_functions=[(length, 0.5)], problems=problems)
+    weight, functions = (0.5, [(length_reward, 0.5)]) if kind == "Problems" else (1.0, [length_reward])
+    result = grpo_train.train(config, reward_functions=functions, dataset=rows_of(kind))
     assert result.folder == tmp_path
     assert result.metrics["step"] == 2
-    assert result.metrics["reward"] == pytest.approx(0.5 * result.metrics["reward/length"])
+    assert result.metrics["reward"] == pytest.approx(weight * result.metrics["reward/length_reward"])
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 8
-    assert {row["example_id"] for row in rows} <= {problem.id for problem in problems}
+    assert {row["example_id"] for row in rows} <= {f"mine-{i}" for i in range(8)}
+    assert yaml.safe_load((tmp_path / "run_config.yaml").read_text())["dataset"] == GIVEN
+    with pytest.raises(DataError, match="were given in Python: name a file or a hub id"):
+        load_problems(GIVEN, "test")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "error", "words"),
+    [
+        (dict(dataset=[]), {}, DataError, "dataset: holds no rows"),
+        (dict(dataset={"train": []}), {}, DataError, "must be rows, and not what holds train"),
+        (dict(dataset=[{"question": "1 + 1?"}]), {}, DataError, "dataset row 1: has no answer"),
+        (
+            dict(dataset=[{"q": "1?", "a": 1}]),
+            dict(question_column="Q"),
+            DataError,
+            "no column 'Q' for the question",
+        ),
+        (dict(reward_functions=[]), {}, SettingError, "must hold at least one function"),
+        (
+            dict(reward_functions=[(len, 1.0)]),
+            dict(reward_weights=[2.0, 1.0]),
+            SettingError,
+            "give .function, weight. pairs",
+        ),
+        (
+            dict(dataset=[{"question": "?", "answer": 1}]),
+            dict(warm_start=str(ROOT / "configs/tiny_warm_start.yaml")),
+            SettingError,
+            "give them as --dataset",
+        ),
+    ],
+)
+def test_what_cannot_be_given_from_python_is_one_line(given, settings, error, words, recipe_start, tmp_path):
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    with pytest.raises(error, match=words):
+        grpo_train.train(config, **given)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_ends_saved_before_the_step_that_would_pass_the_minutes_on_the_clock(

@@ -26,17 +26,17 @@ FREE = """output_dir overwrite_output_dir resume resume_anyway save_every keep_c
     save_adapter num_processes versions commit log_groups eval_every inspect_every reward_timeout
     warn_after check""".split()
 
-NEVER = "model lora_r lora_target_modules optimizer".split()
+NEVER = "model lora_r lora_target_modules load_in_4bit optimizer".split()
 
 INHERITED = """model dataset split question_column answer_column solution_column limit answer_format grading
     system_prompt_file system_prompt prompt_format chat_template_kwargs max_prompt_length
     max_completion_length micro_batch_tokens gradient_checkpointing precision eval_problems cpu_threads seed
     trust_remote_code torch_compile fsdp optimizer lora_r lora_alpha lora_target_modules
-    num_processes max_wall_minutes""".split()
+    load_in_4bit num_processes max_wall_minutes""".split()
 
 RECIPE = """answer_format reward_set reward batch_size num_generations max_completion_length temperature
     learning_rate lr_scheduler_type optimizer loss_type beta epsilon mu m3po_lambda m3po_temperature
-    m3po_similarity lora_r lora_alpha num_epochs seed""".split()
+    m3po_similarity lora_r lora_alpha load_in_4bit num_epochs seed""".split()
 
 OF_GRPO_ALONE = """log_groups inspect_every reward_timeout warn_after check reward_set reward num_generations
     temperature loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity""".split()

@@ -1,0 +1,92 @@
+"""Python files of the user's, named as FILE.py:name: rewards, answer formats."""
+
+import ast
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+from errors import one_line
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def named_in_file(path, name):
+    """What a file calls `name`, None where it has nothing of that name; sys.path stays as it is.
+
+    The file runs once a process, however much of it is asked for, and again after it has changed. ValueError
+    where there is no such file, and where it does not import.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{f'{path}:{name}'!r}: there is no file {path}")
+    version = file.stat()
+    try:
+        module = _module_of(file.resolve(), version.st_mtime_ns, version.st_size)
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        raise ValueError(f"{path} does not import: {shown_error(error)}") from error
+    return getattr(module, name, None)
+
+
+def code_of(config):
+    """Pairs (setting, path) of the files that settings name as FILE.py:name."""
+    specs = [("reward", spec) for spec in getattr(config, "reward", None) or ()]
+    specs.append(("answer_format", getattr(config, "answer_format", None) or ""))
+    paths = [(setting, spec.rpartition(":")[0]) for setting, spec in specs]
+    return [(setting, path) for setting, path in paths if path]
+
+
+def shown_error(error):
+    return one_line(f"{type(error).__name__}: {error}", 300)
+
+
+# What belongs to the commit, where a file of the user's stands beside it
+OWN = "answers decoding learning problems reporting running errors m3po_module rewards solver".split()
+OWN += ["grpo_train", "grpo_eval", "sft_train"]
+
+
+def user_files(path):
+    """A user's file and the modules of its folder that it imports, what those import included."""
+    files, folder = [Path(path).resolve()], Path(path).resolve().parent
+    for file in files:  # which grow meanwhile
+        for above, name in _imported(file):
+            is_own = not above and folder == ROOT and name.partition(".")[0] in OWN
+            base = [file, *file.parents][above] if above else folder
+            parts = [] if is_own else name.split(".")
+            stems = [base.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
+            found = [f for stem in stems for f in (stem.with_suffix(".py"), stem / "__init__.py")]
+            files += [f for f in found if f.is_file() and f not in files]
+    return files
+
+
+def _imported(file):
+    """Pairs (dots before it, dotted name) of what may be a module in a file's imports, or in its strings."""
+    names = []
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, SyntaxError, ValueError):  # it has not been imported, then
+        nodes = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            named = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
+            names += [(node.level, name) for name in named]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for importlib
+            names += [(0, word) for word in re.findall(r"^[A-Za-z_][\w.]*$", node.value.removesuffix(".py"))]
+    return names
+
+
+@cache
+def _module_of(path, changed_at, size):
+    """The module that a user's file makes, for as long as the file stays the same."""
+    spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses of the file look themselves up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
