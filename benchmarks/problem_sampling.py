@@ -114,7 +114,7 @@ def report(args, asked):
         rows.append(("pass_rate", "share_of_uniforms_seconds", round(share, 3), ""))
     points = {arm: [[round(s, 1), round(a, 4)] for s, a in curve.values()] for arm, curve in found.items()}
     more = dict(
-        curves=points, seeds=args.seeds, questions=QUESTIONS, steps=args.steps, settings=args.settings
+        curves=points, seeds=args.seeds, questions=args.questions, steps=args.steps, settings=args.settings
     )
     write_results(args.name, rows, card_id=card_id(), **more)
 
@@ -131,6 +131,7 @@ def main():
     both = "settings of both arms, or pass_rate_... of the one"
     parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=VALUE", help=both)
     parser.add_argument("--stop_after", type=float, help="minutes after which to save and stop")
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="held out, to judge by")
     parser.add_argument("--name", default="problem_sampling", help="of the result file")
     args = parser.parse_args()
     if args.steps % args.every:
@@ -138,7 +139,7 @@ def main():
     args.work = args.work.resolve()
     data = args.work / "data"
     if not data.exists():
-        hold_out(args.data, data)
+        hold_out(args.data, data, args.questions)
     asked = write_study(args, data)
     words = ["grpo_study.py", args.work / "study.yaml", "--output_dir", args.work / "study"]
     words += ["--stop_after", args.stop_after] if args.stop_after else []

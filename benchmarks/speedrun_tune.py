@@ -149,7 +149,8 @@ def tried_before(args):
     if not path.exists():
         return {}
     result = json.loads(path.read_text())
-    if [result["minutes"], result["seed"], result["recipe"]] != [args.minutes, args.seed, recipe_lines(args)]:
+    then = [result[key] for key in ("minutes", "seed", "questions", "recipe")]
+    if then != [args.minutes, args.seed, args.questions, recipe_lines(args)]:
         raise SystemExit(f"{path.name} is of another recipe, seed or --minutes: give another --name")
     found = {}
     for row in result["rows"]:
@@ -173,12 +174,13 @@ def main():
     parser.add_argument(
         "--stop_after", type=float, default=math.inf, help="minutes; begin no variation later"
     )
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="held out, to judge by")
     parser.add_argument("--name", default=NAME, help="of the result file")
     args = parser.parse_args()
     began, found, loaded = time.monotonic(), tried_before(args), Loaded()
     waiting = [name for name in args.only if name not in found]
     if not (args.work / "data").exists():
-        hold_out(args.data, args.work / "data")
+        hold_out(args.data, args.work / "data", args.questions)
     while waiting and time.monotonic() - began < 60 * args.stop_after:
         name = waiting.pop(0)
         print(f"variation {name}: {SETTINGS[name]}", flush=True)
@@ -196,7 +198,7 @@ def write(args, found):
     rows = [("all", "configurations_tried", len(found), "configurations")]
     for name in best_first:
         rows += [(name, metric, value, unit) for metric, (value, unit) in found[name].items()]
-    more = dict(minutes=args.minutes, seed=args.seed, recipe=recipe_lines(args), questions=QUESTIONS)
+    more = dict(minutes=args.minutes, seed=args.seed, recipe=recipe_lines(args), questions=args.questions)
     more["settings"] = {name: SETTINGS[name] for name in best_first}
     write_results(args.name, rows, card_id=card_id(), **more)
 

@@ -103,6 +103,7 @@ def tune(benchmark_module):  # noqa: F811
 
 def tune_options(tmp_path, **more):
     how = dict(model="m", work=tmp_path, seed=1, recipe="configs/speedrun.yaml", minutes=5.0, name="tune")
+    how |= dict(questions=512)
     return SimpleNamespace(**{**how, **more})
 
 
@@ -287,6 +288,7 @@ max_completion_length: 48
 beta: 0
 m3po_lambda: 0
 warmup_ratio: 0.0
+limit: 100
 eval_every: 0
 cpu_threads: 1
 """
@@ -355,10 +357,12 @@ def test_the_peer_does_the_same_work_with_generate(small_recipe):
 
 @pytest.mark.slow
 def test_variations_and_pass_rates_are_tried_on_held_out_questions(small_recipe):
-    words = "--minutes 0.6 --setup 10 --only recipe pass-rate --seed 1".split()
+    words = "--minutes 0.6 --setup 18 --only recipe pass-rate --seed 1 --questions 16".split()
     found = benchmark("speedrun_tune.py", small_recipe, *words)
     assert found["all", "configurations_tried"] == 2
     assert {case for case, metric in found if metric == "mean8"} == {"recipe", "pass-rate"}
-    found = benchmark("problem_sampling.py", small_recipe, *"--steps 4 --every 2 --seeds 1 2".split())
+    found = benchmark(
+        "problem_sampling.py", small_recipe, *"--steps 4 --every 2 --seeds 1 2 --questions 16".split()
+    )
     assert {case for case, _ in found} == {"uniform", "pass_rate"}
     assert found["pass_rate", "first_pass_seconds"] > found["uniform", "first_pass_seconds"] == 0
