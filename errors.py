@@ -1,6 +1,7 @@
 """What a user is told in one line; `status` is the exit status of a script that ends with the error."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +28,11 @@ def raise_on_interrupt():
     """Make Ctrl-C a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_path(name):
+    """Whether a name of a model or a data set can only be a path, since no hub id looks like it."""
+    return not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name))
 
 
 def one_line(error, limit=200):

@@ -2,7 +2,7 @@
 
     python grpo_eval.py                                   grpo_finetuned_model, on the test split of its data
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
-    python grpo_eval.py --ask "A pen costs 3 dollars. How much do 14 pens cost?"
+    python grpo_eval.py --ask "Ann has 12 pens and gets 5 more. How many pens does Ann have now?"
 
 Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png, and prints a table. With --json, or
 where it prints into a pipe or a file, the last line is the report as one JSON object. Until the report is
@@ -14,40 +14,38 @@ from errors import end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
+    from running.eval_config import Config
+    from running.parsing import parse_early
 
-import dataclasses
+    SETTINGS = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
+
 import hashlib
 import json
-import math
 import os
 import sys
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from answers.formats import ANSWER_FORMATS, answer_format_named, extract_answer
+from answers.formats import answer_format_named, extract_answer
 from answers.numbers import last_number, parse_number
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling
+from decoding.rollout import Interaction
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
 from errors import SettingError
 from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
 from learning.precision import compute_dtype
-from m3po_module import CONTROLS, SIMILARITIES
 from problems.problem import EncodedProblem, Problem
 from problems.prompts import (
     Prompting,
     problems_of,
-    saved_system_prompt,
-    system_prompt_text,
     template_kwargs,
 )
 from problems.sources import COLUMNS, EXTRA
@@ -56,6 +54,7 @@ from reporting.evaluation import forget_answers, skipped_record, summarise, told
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, equal_by_meaning, right_answers
+from running.eval_config import Config
 from running.evaluation import complete_interacting
 from running.folder import lock_folder
 from running.launching import (
@@ -67,15 +66,11 @@ from running.launching import (
     refuse_other_start,
     starts_processes,
 )
+from running.locks import forget
 from running.parsing import run_main, without_switches
 from running.settings import (
-    PRECISIONS,
-    check,
-    check_one_of,
-    check_prompting,
     free_on_resume,
     resolved,
-    setting,
 )
 from running.strangers import strangers_of
 from solver import load_solver, read_questions, readable, solve, training_row
@@ -84,248 +79,6 @@ TRAINED_WITH = (
     "seed model warm_start dataset split limit eval_problems batch_size num_generations max_prompt_length "
     "max_completion_length"
 ).split()
-
-
-def from_training(default, text, **roles):
-    """A setting that is taken, where it is left out, from the run_config.yaml that training wrote."""
-    return setting(None, text, from_training=default, **roles)
-
-
-def changes_no_answer(default, text, **roles):
-    """A setting that may be another one when an interrupted evaluation goes on."""
-    return setting(default, text, resume="free", **roles)
-
-
-ASIDE = ("ask", "questions", "compare")  # what is done instead of an evaluation
-ELSEWHERE = ("compare", "api")  # where no model is loaded
-
-
-@dataclass(frozen=True)
-class Config:
-    """Settings of an evaluation; each says on its field what else is done with it."""
-
-    model: str = setting("grpo_finetuned_model", "directory or hub id", idle_beside=("compare",))
-    dataset: str | None = from_training("gsm8k", "as for grpo_train.py", idle_beside=ASIDE)
-    split: str = setting("test", "split to evaluate on", idle_beside=ASIDE)
-    limit: int | None = setting(
-        None,
-        "the first N problems only; all: no limit",
-        none_words=("all",),
-        instead_of=ASIDE,
-    )
-    question_column: str | None = from_training(None, "column of the question", idle_beside=ASIDE)
-    answer_column: str | None = from_training(None, "column of the answer", idle_beside=ASIDE)
-    solution_column: str | None = from_training(None, "column of the worked solution", idle_beside=ASIDE)
-    answer_format: str | None = from_training(
-        "xml",
-        f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name",
-        idle_beside=("compare",),
-    )
-    grading: str | None = from_training(
-        "number", "what is right: number or math, as for grpo_train.py", idle_beside=ASIDE
-    )
-    system_prompt_file: str | None = from_training(
-        None, "a text file to use instead of the format's own system prompt", idle_beside=("compare",)
-    )
-    system_prompt: str | None = from_training(
-        None, "the same as a text", instead_of=("system_prompt_file",), idle_beside=("compare",)
-    )
-    prompt_format: str | None = from_training(
-        "chat", "chat or raw, as for grpo_train.py", idle_beside=("compare",)
-    )
-    chat_template_kwargs: str | None = from_training(
-        "{}",
-        "JSON object handed to the chat template",
-        goes_with="prompt_format=chat",
-        idle_beside=("compare",),
-    )
-    by: list[str] | None = setting(
-        None, "columns of the data to report accuracy by, beside subject and level", instead_of=ASIDE
-    )
-    max_prompt_length: int | None = from_training(
-        512,
-        "longer prompts are skipped and counted; they count as not right in every number",
-        idle_beside=(*ASIDE, "api"),
-    )
-    max_completion_length: int | None = from_training(
-        400, "tokens an answer may have", idle_beside=("compare",)
-    )
-    ask: str | None = setting(None, "answer this one question instead, readably")
-    questions: str | None = setting(
-        None,
-        "answer every question of a file instead: one a line, or data (.jsonl, .json, .csv, .parquet) with a "
-        "question or prompt",
-        instead_of=("ask",),
-    )
-    save_jsonl: str | None = setting(
-        None,
-        "with --questions: write prompts and answers there, one JSON object a line, "
-        "as sft_train.py reads them",
-        goes_with="questions",
-        idle_beside=("ask", "compare"),
-    )
-    compare: list[str] | None = setting(
-        None,
-        "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of "
-        "one side, paired with those of the other where they share start, order and draws",
-        instead_of=("ask", "questions"),
-    )
-    num_samples: int = setting(
-        1,
-        "answers a question, with a temperature above 0; reports pass@k, maj@k (votes by meaning where "
-        "grading is math; of answers with as many votes the one given first wins) and mean@k",
-        goes_with="temperature",
-        idle_beside=ASIDE,
-    )
-    api: str | None = changes_no_answer(
-        None,
-        "ask an OpenAI-compatible server at this base URL instead of loading a model; "
-        "its key from OPENAI_API_KEY",
-        instead_of=ASIDE,
-    )
-    api_model: str | None = setting(
-        None, "name of the model there (default: the only one it has)", goes_with="api"
-    )
-    api_at_once: int = changes_no_answer(32, "requests in flight", goes_with="api")
-    api_timeout: float = changes_no_answer(300.0, "seconds one request may take", goes_with="api")
-    m3po: bool = setting(
-        False,
-        "also decode the samples of each question as paths that interact, as in training, "
-        "with the same draws",
-        instead_of=ASIDE,
-        goes_with="temperature",
-        idle_beside=("api", "num_samples=1"),
-    )
-    m3po_lambda: float | None = from_training(0.1, "with m3po: as for grpo_train.py", goes_with="m3po")
-    m3po_temperature: float | None = from_training(
-        0.1,
-        "with m3po: as for grpo_train.py",
-        goes_with="m3po",
-        idle_beside=("m3po_similarity=mean",),
-    )
-    m3po_similarity: str | None = from_training(
-        "distribution", "with m3po: as for grpo_train.py", goes_with="m3po"
-    )
-    m3po_control: str | None = from_training(
-        "none", "with m3po: as for grpo_train.py; strangers are those of the model's run", goes_with="m3po"
-    )
-    temperature: float = setting(0.0, "0: greedy", idle_beside=("compare",))
-    top_p: float = setting(
-        1.0,
-        "sample from the smallest set of tokens of this probability",
-        goes_with="temperature",
-        idle_beside=ASIDE,
-    )
-    top_k: int = setting(
-        0,
-        "sample from the k likeliest tokens; 0: all",
-        goes_with="temperature",
-        idle_beside=(*ASIDE, "api"),
-    )
-    batch_size: int | None = changes_no_answer(
-        None,
-        "answers decoded at once (default: 32 on the CPU, on CUDA as many as fit, 512 at most)",
-        idle_beside=(*ASIDE, "api"),
-    )
-    seed: int | None = from_training(42, "seeds the draws of sampling", idle_beside=("compare",))
-    precision: Literal["bf16", "fp16", "fp32"] = setting(
-        "bf16",
-        "on CUDA: what the model computes in; the CPU computes in float32. bf16 false is fp32",
-        idle_beside=ELSEWHERE,
-        switches={"bf16": ("bf16", "fp32")},
-    )
-    torch_compile: bool = changes_no_answer(
-        True,
-        "on CUDA: compile the decoder's step (half a minute, then faster); "
-        "false pays for a few questions only",
-        idle_beside=ELSEWHERE,
-    )
-    output_dir: str = changes_no_answer(
-        "eval_runs", "the run goes into a folder of its own in here", idle_beside=("ask", "questions")
-    )
-    name: str | None = changes_no_answer(
-        None,
-        "name of that folder (default: model, data set, split, time and six more letters), or of a "
-        "comparison's files there (default: compare, compare-2, ...); nothing is overwritten",
-        idle_beside=("ask", "questions"),
-    )
-    json: bool = changes_no_answer(
-        False,
-        "also print the report as one JSON object in the last line; into a pipe or a file it always is",
-        idle_beside=("ask", "questions"),
-    )
-    num_processes: int | None = changes_no_answer(
-        None,
-        "processes to start on this machine (default: one a visible GPU, one on the CPU)",
-        idle_beside=(*ASIDE, "api"),
-    )
-    trust_remote_code: bool = changes_no_answer(
-        False, "run code that comes with a model", idle_beside=ELSEWHERE
-    )
-
-    def __post_init__(self):
-        trained = read_run_config(self.model)
-        object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
-        trained |= saved_system_prompt(trained if self.system_prompt is None else {})
-        is_other_data = self.dataset not in (None, trained.get("dataset"))
-        for field in dataclasses.fields(self):
-            if is_other_data and field.name.endswith("_column"):  # see read_problems
-                continue
-            if "from_training" in field.metadata and getattr(self, field.name) is None:
-                value = trained.get(field.name, field.metadata["from_training"])
-                object.__setattr__(self, field.name, value)
-        is_evaluation = not any(getattr(self, name) for name in ASIDE)
-        in_training = Path(self.dataset).is_file() and not is_other_data
-        if is_evaluation and in_training and self.split != trained.get("split"):
-            remedy = "give another --dataset, or --split train to mean it"
-            raise SettingError(
-                "dataset", self.dataset, f"is the one file this model was trained on: {remedy}"
-            )
-        self._check_ranges()
-        self._check_together()
-        check_prompting(self)
-
-    @property
-    def sampling(self):
-        how = dict(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-        return Sampling(self.max_completion_length, self.num_samples, **how)
-
-    def _check_ranges(self):
-        check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
-        counts = "max_prompt_length max_completion_length num_samples api_at_once"
-        check(self, counts, lambda v: v >= 1, "must be at least 1")
-        check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
-        check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
-        check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
-        day = "must be positive, and a day (86400) at the most"
-        check(self, "api_timeout", lambda v: 0 < v <= 86400, day)
-        check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")
-        check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
-        check_one_of(self, "m3po_similarity", SIMILARITIES)
-        check_one_of(self, "m3po_control", CONTROLS)
-        check_one_of(self, "precision", PRECISIONS)
-
-    def _check_together(self):
-        """Settings that need, or exclude, others."""
-        check(self, "compare", lambda v: v is None or len(v) >= 2, "needs two evaluations at least")
-        check(self, "save_jsonl", lambda v: not v or self.questions, "goes with --questions FILE")
-        remedy = "must be a file in a folder that is there"
-        check(self, "save_jsonl", lambda v: not v or can_be_file(Path(v)), remedy)
-        remedy = "paths of a server cannot interact: load the model instead"
-        check(self, "m3po", lambda v: not (v and self.api), remedy)
-        remedy = "paths need each other: set --num_samples 8 --temperature 1, or the like"
-        check(self, "m3po", lambda v: not v or self.num_samples > 1, remedy)
-        remedy = "greedy answers are all the same: set a temperature, such as --temperature 1"
-        check(self, "num_samples", lambda v: v == 1 or self.temperature > 0, remedy)
-        remedy = "--ask and --questions give one answer from the whole distribution"
-        is_asked = self.ask is not None or self.questions is not None
-        check(self, "num_samples", lambda v: v == 1 or not is_asked, remedy)
-        check(self, "top_p", lambda v: v == 1 or not is_asked, remedy)
-        check(self, "top_k", lambda v: v == 0 or not is_asked, remedy)
-
-
-def can_be_file(path):
-    return path.absolute().parent.is_dir() and not path.is_dir()
 
 
 class Answer(NamedTuple):
@@ -629,7 +382,7 @@ def evaluate(config):
         return evaluate_locked(config, asked, accelerator)
     finally:
         if lock is not None:
-            (asked.folder / ".lock").unlink(missing_ok=True)
+            forget(asked.folder / ".lock")
             lock.close()
 
 
@@ -696,6 +449,9 @@ def answer(config):
         config.trust_remote_code,
         torch_compile=len(questions) > 100 and config.torch_compile,
     )
+    if words := unreadable(solver.decoder.tokenizer, questions):
+        what = f"the model's tokenizer has no token for {', '.join(words)}: it reads <unk> there"
+        print(f"note: {what}", file=sys.stderr, flush=True)
     solutions = solve(questions, solver, config.temperature, config.seed)
     if config.save_jsonl is None:
         texts = [readable(solution) for solution in solutions]
@@ -711,6 +467,14 @@ def answer(config):
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
     print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")
+
+
+def unreadable(tokenizer, questions, most=8):
+    """The first words of the questions that the tokenizer cannot read."""
+    words = dict.fromkeys(word for problem in questions for word in problem.question.split())
+    ids = ((word, tokenizer(word, add_special_tokens=False)["input_ids"]) for word in words)
+    unknown = tokenizer.unk_token_id
+    return [] if unknown is None else [word for word, read in ids if unknown in read][:most]
 
 
 def question_column(problem, config):
@@ -737,8 +501,8 @@ def print_json(found, config):
         print(json.dumps(found))
 
 
-def main():
-    config = parse_on_all(Config, description=__doc__.splitlines()[0])
+def main(given=None):
+    config = parse_on_all(Config, __doc__, given)
     if config.compare:
         compare_evaluations(config)
     elif config.ask is not None or config.questions is not None:
@@ -753,4 +517,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, SETTINGS)

@@ -11,6 +11,10 @@ from errors import end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
+    from running.parsing import told
+    from running.study_file import study_of_command
+
+    SETTINGS = told(study_of_command, __doc__)  # before torch is imported, which takes seconds
 
 import contextlib
 import dataclasses
@@ -41,34 +45,13 @@ from running.contract import finished_steps, model_fingerprint
 from running.forecast import Seconds, disk_bytes, measured, plan_lines, refuse_little_disk
 from running.launching import PARENT, check_precision, end_with_parent, signals_to_hand_on
 from running.loaded import Loaded
-from running.parsing import parse_config, run_main
-from running.settings import check, setting
+from running.parsing import run_main
 from running.study import begin, forget_weights, lock, read_json, read_note, write_json
-from running.study_file import read_study
+from running.study_file import WORKER, Options, study_of_command
 
-WORKER = "GRPO_STUDY_WORKER"  # set in the processes that this script starts, one for each card
 WEIGHTS = (*MODEL_FILES, "checkpoint-*", ".checkpoint.*", ".saving", "best", "adapter", "README.md")
 TRIED_STEPS, TRIED_QUESTIONS = 3, 16  # measured for --check
 PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")  # of a step
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says beside the study's file."""
-
-    check: bool = setting(False, "print runs, minutes and gigabytes; make nothing that stays")
-    output_dir: str | None = setting(None, "the study's folder, instead of the file's own")
-    only_seeds: list[int] | None = setting(None, "run these seeds only: other machines run the others")
-    local: list[str] | None = setting(
-        None, "NAME=DIR ...: folders in the place of models and data sets that the file names"
-    )
-    resume_anyway: bool = setting(False, "go on although runs were made by other code, which is recorded")
-    stop_after: float | None = setting(
-        None, "minutes after which to save and stop, for jobs with a time limit"
-    )
-
-    def __post_init__(self):
-        check(self, "stop_after", lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
 
 
 @dataclass
@@ -94,17 +77,6 @@ class Bench:
 
 def say(text):
     print(f"study: {text}", flush=True)
-
-
-def parse(argv):
-    """The study's file, which comes first, and the Options."""
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        remedy = "give the study's file first: python grpo_study.py configs/study_tiny.yaml"
-        raise SettingError("command line", " ".join(argv), remedy)
-    if argv[0] in ("-h", "--help"):
-        argv = ["", *argv]
-    path, *flags = argv
-    return path, parse_config(Options, flags, "grpo_study.py STUDY.yaml: " + __doc__.splitlines()[0])
 
 
 # One seed
@@ -369,13 +341,9 @@ def a_step(folder, *names):
     return sum(metrics[name] for metrics in later for name in names) / len(later)
 
 
-def main():
+def main(given=None):
     end_with_parent()
-    path, options = parse(sys.argv[1:])
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise SettingError("command line", "torchrun", "a study starts its processes itself: say python")
-    start = sft_train.Config, sft_train.warm_start_settings
-    study = read_study(path, grpo_train.Config, *start, options)
+    study, options = given or study_of_command(__doc__)
     for config in (study.base, *study.configs.values()):
         check_precision(config)
     questions = [load_questions(evaluation, study.base) for evaluation in study.evaluations]
@@ -397,4 +365,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, SETTINGS)

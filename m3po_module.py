@@ -17,9 +17,6 @@ import math
 
 import torch
 
-SIMILARITIES = ("distribution", "embedding", "mean")
-CONTROLS = ("none", "scaled_mean", "noise", "strangers", "own")  # decoding/controls.py
-
 
 def products(features):
     """Inner products of the paths of a group in float32: (B, G, F) -> (B, G, G)."""

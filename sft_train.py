@@ -10,13 +10,15 @@ from errors import end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
+    from running.parsing import parse_early
+    from running.sft_config import Config
+
+    SETTINGS = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
 
 import json
 import math
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -25,69 +27,30 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
+from learning.device import choose_device
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems, problems_of
 from reporting.files import write_whole
-from running.contract import inputs_of, model_fingerprint, problems_fingerprint
+from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import combined, refuse_idle, run_main, settings_from_file, without_switches
+from running.parsing import run_main, without_switches
 from running.progress import next_problems, steps_to_do
 from running.run import Run
-from running.settings import TrainConfig, check, free_on_resume, names_with, resolved, setting
+from running.settings import free_on_resume, resolved
+from running.sft_config import Config, warm_start_settings
+from running.warm_starts import cache_folder, copy_out, keep, key_of, read_inputs
 
 SHOWN = {
-    "loss": "loss",
-    "eval_accuracy": "held-out",
-    "grad_norm": "grad",
-    "learning_rate": "lr",
-    "step_seconds": "s",
-    "skipped": "SKIPPED:",
+    "loss": "loss {:.3g}",
+    "skipped": "SKIPPED: {}",
+    "eval_accuracy": "held-out {:.3f}",
+    "grad_norm": "grad {:.2g}",
+    "learning_rate": "lr {:.2g}",
+    "step_seconds": "{:.3g} s",
 }
-
-
-@dataclass(frozen=True)
-class Config(TrainConfig):
-    """Settings of a supervised run."""
-
-    output_dir: str = setting(
-        "sft_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
-    )
-    dataset: str = setting(
-        "gsm8k",
-        "as for grpo_train.py, or a file of {prompt, response} lines, which are learned as they stand",
-        inherited=True,
-        aliases=("sft_data_path",),
-    )
-    batch_size: int = setting(32, "problems a step, over all processes", in_card=True)
-    num_epochs: float | None = setting(
-        1.0, "passes over the problems, instead of num_steps", in_card=True, instead_of=("num_steps",)
-    )
-    learning_rate: float = setting(1e-5, "peak learning rate of AdamW", in_card=True)
-    max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "linear", "learning rate after the warm-up", in_card=True
-    )
-    warmup_ratio: float = setting(
-        0.05, "share of the steps in which the learning rate rises: of n steps 1/n, ..., 1"
-    )
-    unique_train_examples: int | None = setting(
-        None, "train on the first N responses that are left; all: on every one", none_words=("all",)
-    )
-    eval_problems: int = setting(
-        0,
-        "held-out problems, cut by hash from those of the training split that have an answer; 0: none",
-        inherited=True,
-    )
-    eval_every: int = setting(
-        0, "evaluate greedily on held-out problems every N steps, and after the last; 0: never", resume="free"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check(self, "unique_train_examples", lambda v: v is None or v >= 1, "must be at least 1")
 
 
 def responses(problems, tokenizer, config):
@@ -141,7 +104,7 @@ def train(config, outer=None):
 
     outer: the run that this is the warm start of.
     """
-    with Run(config, SHOWN, outer) as run:
+    with Run(config, SHOWN, outer, few_lines=True) as run:
         start = run.find_folder(config.model, "model")
         with together():
             tokenizer = load_tokenizer(start, config.trust_remote_code)
@@ -201,34 +164,9 @@ def rows_loss(learner, batch, tokens, rows):
     return -learner.scorer(batch, rows)[0].sum() / tokens, {}
 
 
-def warm_start_settings(config, given=None):
-    """Settings of the supervised run before a GRPO run; what its file leaves out is the GRPO run's.
-
-    given: settings in the place of those of the file.
-    """
-    inherited = {name: getattr(config, name) for name in names_with(TrainConfig, "inherited")}
-    inherited["system_prompt_file"] = None  # its text is in system_prompt
-    try:
-        if given is None:
-            given = settings_from_file(Config, config.warm_start)
-        if "system_prompt_file" in given:
-            inherited["system_prompt"] = None
-        settings = combined(Config, inherited, given)
-        refuse_idle(Config(**settings), given)
-        settings |= {
-            "output_dir": str(Path(config.output_dir) / "warm_start"),
-            "resume": config.resume,
-            "resume_anyway": config.resume_anyway,
-            "overwrite_output_dir": not config.resume,
-        }
-        return Config(**settings)
-    except SettingError as error:
-        raise SettingError("warm_start", config.warm_start, str(error)) from error
-
-
 def warm_start(config, run):
     """Where a GRPO run starts from: its model, or output_dir/warm_start, which is trained first unless it is
-    whole.
+    whole, there or among those that are kept for every run.
 
     With resume, a warm start that was cut off is gone on with.
     """
@@ -237,27 +175,32 @@ def warm_start(config, run):
     settings = warm_start_settings(config)
     folder, is_main = Path(settings.output_dir), run.accelerator.is_main_process
     note, free = folder / "warm_start.json", free_on_resume(Config)
-    made_with, is_whole = {}, False
+    cache, key, made_with, is_whole = cache_folder(config), None, {}, False
     with together():
         if is_main:
             everything = json.loads(json.dumps(resolved(settings)))
             made_with = {name: value for name, value in everything.items() if name not in free}
-            read = {"data": problems_fingerprint(problems_of(settings, responses=True))}
-            read |= {"start": model_fingerprint(settings.model)}
+            read = read_inputs(settings, problems_of(settings, responses=True))
             if note.exists():
                 noted = without_switches(Config, json.loads(note.read_text()))
                 is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
             made_with |= read
+            if not is_whole and cache is not None:
+                key = key_of(settings, read, choose_device(), run.accelerator.num_processes)
+                is_whole = copy_out(cache, key, settings)
+                if is_whole:
+                    write_whole(note, json.dumps(made_with))
     if not max_over_processes(is_whole):
         train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
             write_whole(note, json.dumps(made_with))
+            keep(cache, key, settings)
     run.accelerator.wait_for_everyone()
     return run.find_folder(folder)
 
 
-def main():
-    config = parse_on_all(Config, description=__doc__.splitlines()[0])
+def main(given=None):
+    config = parse_on_all(Config, __doc__, given)
     if processes := starts_processes(config):
         check_shares(config, processes)
         launch(processes)
@@ -266,4 +209,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, SETTINGS)

@@ -2,20 +2,19 @@
 
 from solver import load_solver, solve
 solver = load_solver("grpo_finetuned_model")
-print(solve("A pen costs 3 dollars. How much do 14 pens cost?", solver).answer)
+print(solve("Ann has 12 pens and gets 5 more. How many pens does Ann have now?", solver).answer)
 """
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 from answers.formats import answer_format_named
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
 from decoding.tokens import end_answers_on
 from errors import DataError, SettingError
+from learning.device import choose_device
 from learning.models import check_positions, load_model, load_tokenizer
 from learning.precision import compute_dtype
 from problems.problem import Problem
@@ -67,7 +66,7 @@ def load_solver(
         )
         settings.system_prompt = system_prompt_text(settings)
         prompting = Prompting.of(settings)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     dtype = compute_dtype(precision, device)
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()

@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import re
 import sys
+import sysconfig
+import traceback
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +40,28 @@ def code_of(config):
 
 
 def shown_error(error):
-    return one_line(f"{type(error).__name__}: {error}", 300)
+    """An error of the user's code in one line, with the place; leaving by sys.exit has none to mend."""
+    text = one_line(f"{type(error).__name__}: {error}", 300)
+    return text if isinstance(error, SystemExit) else f"{text} ({_place(error)})"
+
+
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _place(error):
+    """`FILE.py line N` of an error of somebody's code: the last line of it that is no library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short_path(error.filename)} line {error.lineno}"
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    others = (*LIBRARIES, "<frozen", __file__, str(ROOT / "rewards.py"))
+    file, number = ([line for line in lines if not line[0].startswith(others)] or lines)[-1]
+    return f"{_short_path(file)} line {number}"
+
+
+def _short_path(path):
+    """A path as somebody there would write it."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 # What belongs to the commit, where a file of the user's stands beside it

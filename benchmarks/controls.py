@@ -18,10 +18,10 @@ import torch
 
 from decoding.controls import Strangers, row_keys
 from decoding.decoder import GroupDecoder
+from decoding.names import CONTROLS
 from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from learning.log_probs import Scorer
 from learning.models import load_model, load_tokenizer
-from m3po_module import CONTROLS
 
 G = 8
 

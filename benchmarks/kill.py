@@ -28,7 +28,7 @@ WARM_START = "num_steps: 24\nnum_epochs: null\nbatch_size: 16\nlearning_rate: 3e
 WARM_START += "save_every: 3\nkeep_checkpoints: 2\n"
 CASES = {
     "tiny": ["--num_steps=400", "--warm_start=none"],
-    "warm-start": ["--num_steps=60", "--warm_start={folder}/warm_start.yaml"],
+    "warm-start": ["--num_steps=60", "--warm_start={folder}/warm_start.yaml", "--warm_start_cache=none"],
 }
 
 

@@ -26,8 +26,7 @@ from common import ROOT, evaluate, write_results
 
 NAME = "speedrun"
 SAVING = 12.0  # seconds at the end of the clock that no step may begin in
-FIRST_STEP = re.compile(r"step 1 .*\bcorrect (\S+)")
-STEP = re.compile(r"step (\d+) .*\bcorrect ")
+STEP = re.compile(r"step (\d+)  reward ")  # of GRPO, not of the supervised start
 STEPS_A_POINT = 5  # of the curve
 NOTHING_RIGHT = (
     "no completion of the first step is right: the pass rate after the warm start is 0, and GRPO has nothing "
@@ -35,10 +34,10 @@ NOTHING_RIGHT = (
 )
 
 
-def run_by_the_clock(words, log):
+def run_by_the_clock(words, log, out):
     """Run a command of this Python; returns its status, its seconds, and those at which each step had ended.
 
-    A run whose first step has nothing right is stopped, and the benchmark with it.
+    out: the run's folder. One whose first step has nothing right is stopped, and the benchmark with it.
     """
     print("$ python", *words, flush=True)
     moments, started = {}, time.perf_counter()
@@ -52,7 +51,7 @@ def run_by_the_clock(words, log):
             seconds = time.perf_counter() - started
             if found := STEP.match(line):
                 moments[int(found[1])] = seconds
-            if (found := FIRST_STEP.match(line)) and float(found[1]) == 0:
+            if found and found[1] == "1" and read_steps(out)[0]["correct"] == 0:
                 process.kill()
                 process.wait()
                 raise SystemExit(f"{NOTHING_RIGHT}; the run's output is in {log}")
@@ -81,7 +80,7 @@ def once(words, out, args, recipe, saved=None):
         return made
     for earlier in (args.work / "eval").glob(f"{out.name}_*"):  # of another run in this place
         shutil.rmtree(earlier)
-    status, seconds, moments = run_by_the_clock(words, log)
+    status, seconds, moments = run_by_the_clock(words, log, out)
     if status:
         last = (log.read_text().splitlines() or ["it said nothing"])[-1]
         if "max_wall_minutes" in last:

@@ -80,7 +80,8 @@ def supervised_start(args, seed, out, end):
     import grpo_train
     from learning.memory import free_memory
     from running.parsing import combined, settings_from_file
-    from sft_train import train, warm_start_settings
+    from running.sft_config import warm_start_settings
+    from sft_train import train
 
     given = dict(model=args.model, dataset=args.data, seed=seed, output_dir=str(out))
     given |= dict(max_wall_minutes=end / 60)

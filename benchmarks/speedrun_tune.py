@@ -34,6 +34,7 @@ from errors import RunError
 from running.answering import RunOfStudy, accuracy, load_questions
 from running.loaded import Loaded
 from running.parsing import combined, settings_from_file
+from running.sft_config import warm_start_settings
 from running.study_file import Evaluation
 
 NAME = "speedrun_tune"
@@ -100,7 +101,7 @@ def supervised_start(args, settings):
     config = config_of(args, {}, output_dir=str(out))
     if config.warm_start == "none":
         return args.model, 0.0
-    start = sft_train.warm_start_settings(config)
+    start = warm_start_settings(config)
     if not (out / "warm_start" / "finished.json").exists():
         given = dict(num_steps=None) if "num_epochs" in settings else {}
         sft_train.train(dataclasses.replace(start, **given, **settings, overwrite_output_dir=True))

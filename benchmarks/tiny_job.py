@@ -41,6 +41,8 @@ def run_case(case, work):
         *script,
         "--config",
         "configs/tiny.yaml",
+        "--warm_start_cache",
+        "none",
         "--seed",
         seed,
         "--m3po_lambda",

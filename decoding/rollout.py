@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from m3po_module import CONTROLS, SIMILARITIES, check_interaction
+from decoding.names import CONTROLS, SIMILARITIES
+from m3po_module import check_interaction
 
 
 @dataclass(frozen=True)
@@ -185,4 +186,4 @@ def _pad(rows, pad_id, left):
 def to_device(values, device):
     """A list of whole numbers, or a CPU tensor, on the device, without a device sync."""
     tensor = torch.as_tensor(values, dtype=None if torch.is_tensor(values) else torch.long)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

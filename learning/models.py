@@ -28,7 +28,7 @@ from decoding.self_test import (
     uncached_logits,
 )
 from decoding.tokens import arithmetic_tokenizer
-from errors import SettingError, one_line
+from errors import SettingError, is_path, one_line
 from learning.parallel import whole
 from learning.precision import compute_dtype
 
@@ -214,6 +214,10 @@ def _from_pretrained(kind, name, **how):
     except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError) as error:
         what = f"cannot be loaded as a {kind.__name__.removeprefix('Auto')}"
         remedy = "give a directory or a hub id that can be reached"
+        if not Path(name).exists():
+            what = "there is no such folder" if is_path(name) else "there is no folder of this name here"
+        elif not (Path(name) / "config.json").exists():
+            what = "holds no config.json, and so no model"
         raise SettingError("model", name, f"{what}; {remedy} ({one_line(error)})") from error
 
 

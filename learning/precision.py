@@ -14,7 +14,7 @@ GROWTH_STEPS = 2000  # steps without an overflow after which the scale is double
 
 
 def compute_dtype(precision, device):
-    """The dtype that rollouts, frozen weights and the update's autocast have; the CPU computes in float32.
+    """The dtype that rollouts, frozen weights and the update's autocast have; without CUDA it is float32.
 
     SettingError for another word, and for fp16 on the CPU, which is nobody's default.
     """

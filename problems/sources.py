@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from answers.formats import completion_text, extract_answer
-from errors import DataError, one_line
+from errors import DataError, is_path, one_line
 from problems.arithmetic import TEST_SEED, arithmetic_problems
 from problems.problem import Problem
 
@@ -56,13 +56,7 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
             raise DataError("arithmetic is generated and has no columns: leave the *_column settings out")
         seed = TEST_SEED if split == "test" else seed
         return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
-    path = Path(dataset)
-    if path.is_dir():
-        path = _split_file(path, split)
-    elif path.suffix not in SUFFIXES and path.exists():
-        raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
-    elif path.suffix in SUFFIXES and not path.is_file():  # a pipe would be waited for
-        raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
+    path = _data_file(dataset, split)
     if dataset == GIVEN:
         raise DataError("the rows of this data set were given in Python: name a file or a hub id")
     rows = file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
@@ -105,6 +99,18 @@ def _names_there(rows, columns, also):
     """The names of columns, with those of `also` that the data has where none is given."""
     there = {name for _, row in rows if isinstance(row, dict) for name in row}
     return columns | {field: name for field, name in also.items() if name in there and not columns.get(field)}
+
+
+def _data_file(dataset, split):
+    """The file of a split; the name itself, as a Path, where it can be that of a data set of the hub."""
+    path = Path(dataset)
+    if path.is_dir():
+        return _split_file(path, split)
+    if path.suffix in SUFFIXES and not path.is_file():  # a pipe would be waited for
+        raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
+    if path.suffix not in SUFFIXES and path.exists():
+        raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
+    return path
 
 
 def _split_file(folder, split):
@@ -204,9 +210,12 @@ def _hub_rows(dataset, split):
     except ImportError as error:  # of columns that hold pictures or sound
         raise DataError(f"data set {name!r} needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if is_path(dataset):
+            raise DataError(f"{dataset}: there is no such file or folder, and it is no hub id") from error
         raise DataError(
             f"data set {name!r}, split {split!r}, cannot be loaded: "
-            f"give a folder with {split}.jsonl or a file instead ({one_line(error, 150)})"
+            f"give a folder with {split}.jsonl or a file instead (there is no folder {dataset!r} here; "
+            f"{one_line(error, 150)})"
         ) from error
     return [(f"{name} row {i}", row) for i, row in enumerate(rows, 1)]
 
@@ -381,6 +390,9 @@ def split_held_out(problems, count):
     if len(answered) < min(count, len(problems)):
         what = f"eval_problems={count}: {len(answered)} of {len(problems)} problems have an answer"
         warnings.warn(f"{what} and are held out; the others can only be trained on", stacklevel=2)
+    if train and len(held_out) > len(train):
+        what = f"eval_problems={count}: {len(held_out)} of {len(problems)} problems are held out, and only"
+        warnings.warn(f"{what} {len(train)} are left to train on", stacklevel=2)
     if not train:
         raise DataError(
             f"{count} held-out problems leave none of {len(problems)} to train on: set eval_problems lower"

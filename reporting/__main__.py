@@ -15,10 +15,10 @@ def main():
     parser.add_argument("--out", help=help_text)
     args = parser.parse_args()
     for run in args.runs:
-        if not (Path(run) / "metrics.jsonl").exists():
-            parser.error(
-                f"{run} holds no metrics.jsonl: give a folder that grpo_train.py or sft_train.py wrote"
-            )
+        if not read_metrics(run):
+            is_there = (Path(run) / "metrics.jsonl").exists()
+            what = "holds no finished step of a run" if is_there else "holds no metrics.jsonl"
+            parser.error(f"{run} {what}: give a folder that grpo_train.py or sft_train.py wrote")
     names = [Path(run).resolve().name for run in args.runs]
     if len(set(names)) < len(names):
         names = args.runs

@@ -54,6 +54,8 @@ Versions: {versions}; commit `{commit}`.
 
 
 ASKED = "A pen costs 3 dollars. How much do 14 pens cost?"
+# The tiny model knows the words of its task alone
+KNOWN = {"arithmetic": "Ann has 12 pens and gets 5 more. How many pens does Ann have now?"}
 USES = {
     "chat": """chat = [{{"role": "system", "content": system}}, {{"role": "user", "content": "{asked}"}}]
 print(ask(chat, max_new_tokens={limit}, do_sample=False)[0]["generated_text"][-1]["content"])""",
@@ -92,7 +94,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         answer_format=Path(settings["answer_format"]).name,
         system_prompt=system_prompt,
         name=name,
-        use=use.format(asked=ASKED, limit=settings["max_completion_length"]),
+        use=use.format(asked=KNOWN.get(settings["dataset"], ASKED), limit=settings["max_completion_length"]),
         recipe=_recipe_rows(settings, recipe),
         versions=", ".join(f"{package} {version}" for package, version in settings["versions"].items()),
         commit=settings["commit"],

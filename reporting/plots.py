@@ -163,9 +163,9 @@ def _figure(folder, name, rows, columns, size=(3.5, 2.3), **options):
 
 
 def or_warn(drawing, *arguments):
-    """Draw; a failed drawing only warns."""
+    """What the drawing returns; a failed one only warns."""
     try:
-        drawing(*arguments)
+        return drawing(*arguments)
     except Exception as error:  # fonts, a full disk, another version of matplotlib
         warnings.warn(f"no picture: {type(error).__name__}: {one_line(error)}", stacklevel=2)
 

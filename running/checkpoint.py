@@ -26,6 +26,7 @@ from running.folder import save_model
 from running.launching import folder_of_first
 
 MANIFEST, TEMPORARY, OLD = "manifest.json", ".checkpoint.part", ".checkpoint.old"
+SYNCS_FOLDERS = os.name != "nt"
 STATE, TENSORS = "training_state.json", "training_state.safetensors"
 
 
@@ -352,7 +353,11 @@ def _is_entry(entry):
 
 
 def _sync(path):
-    handle = os.open(path, os.O_RDONLY)
+    """Have a file or a folder on the disk; Windows knows no such thing of folders."""
+    is_folder = path.is_dir()
+    if is_folder and not SYNCS_FOLDERS:
+        return
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # which Windows wants
     try:
         os.fsync(handle)
     finally:

@@ -7,6 +7,7 @@ import statistics
 
 import numpy as np
 from accelerate.utils import gather_object
+from tqdm import tqdm
 
 from answers.formats import extract_answer
 from decoding.controls import row_keys
@@ -29,7 +30,10 @@ def held_out_accuracy(run, decoder, problems):
     """
     config, local = run.config, problems[shard(len(problems), run.accelerator)]
     prompts, greedy = [p.ids for p in local], Sampling(config.max_completion_length)
-    answers = run.interruptible(decoder, lambda: decoder.complete(prompts, greedy))
+    is_shown = None if run.accelerator.is_main_process and local else True  # None: in a terminal only
+    with tqdm(total=len(local), desc="held-out", unit="question", leave=False, disable=is_shown) as bar:
+        keep = None if bar.disable else lambda *_: bar.update()
+        answers = run.interruptible(decoder, lambda: decoder.complete(prompts, greedy, keep=keep))
     completions = [p.answered(completion) for p, [completion] in zip(local, answers, strict=True)]
     right = right_answers(
         [c.text for c in completions], [p.problem.answer for p in local], config.answer_format, config.grading

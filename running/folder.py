@@ -1,7 +1,6 @@
 """The folder of a run: refused, made, locked, and the models saved into it."""
 
 import copy
-import fcntl
 import json
 import os
 import shutil
@@ -19,10 +18,12 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, read_metrics, write_whole
 from running.contract import noted
+from running.locks import forget, hold
 from running.settings import names_with, resolved
 
+BEST = "best.json"  # in output_dir/best: the step and the held-out accuracy of the model there
 # What a run leaves beside its logs and its model
 DRAWN = ("curves.svg", "curves.png", "report.html")
 FOLDERS = ("best", "adapter", "trackers", "wandb", ".saving")
@@ -33,7 +34,8 @@ def refuse_used(config):
     remedy = _why_not(config, Path(config.output_dir))
     if remedy:
         raise SettingError("output_dir", config.output_dir[:100], remedy)
-    if config.overwrite_output_dir:
+    is_left = (Path(config.output_dir) / "run_config.yaml").exists() and not config.resume
+    if config.overwrite_output_dir or is_left:
         _refuse_to_clear_inputs(config)
 
 
@@ -42,7 +44,7 @@ def _why_not(config, folder):
     is_too_long = any(len(os.fsencode(part)) > 255 for part in folder.parts)
     if not config.output_dir.strip() or "\0" in config.output_dir or is_too_long:
         return "is no name of a folder"
-    holds_a_run = (folder / "run_config.yaml").exists()
+    holds_a_run = has_begun(folder)
     others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
     if others and not holds_a_run and not config.overwrite_output_dir:
         what = f"holds a {others[0]} that is no run's and would be written over"
@@ -60,8 +62,16 @@ def _why_not(config, folder):
     return None
 
 
+def has_begun(folder):
+    """Whether a folder holds something of a run: a finished step, or a model. One of 0 steps is none."""
+    if not (folder / "run_config.yaml").exists():
+        return False
+    others = any((folder / name).exists() for name in (FINISHED, "config.json"))
+    return others or any(folder.glob("checkpoint-*")) or bool(read_metrics(folder))
+
+
 def lock_folder(folder, accelerator, named):
-    """Make a folder and lock it for this run; returns the lock, a file that must stay open.
+    """Make a folder and lock it for this run; returns the lock, which is to be closed in the end, or None.
 
     named: the setting that names it, and its value. Called last before the first step, so that a refused run
     leaves nothing. Every process must call it.
@@ -71,25 +81,25 @@ def lock_folder(folder, accelerator, named):
     if accelerator.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / ".lock", "a")
+            open(folder / ".lock", "a").close()
         except OSError as error:
             problem = f"cannot be written to ({error.strerror})"
         else:
-            problem = _lock(lock, folder)
+            lock, problem = _lock(folder)
     raise_on_all(SettingError(*named, problem) if problem else None)
     return lock
 
 
-def _lock(file, folder):
-    """Why the folder is another run's, or None; a file system without locks only warns."""
+def _lock(folder):
+    """The lock, and why the folder is another run's or None; a file system without locks only warns."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(folder / ".lock"), None
     except BlockingIOError:
-        return "another run is writing there at this moment: wait for it, or choose another"
+        return None, "another run is writing there at this moment: wait for it, or choose another"
     except OSError as error:
         advice = "see to it that no other run writes there"
         warnings.warn(f"{folder} cannot be locked ({error.strerror}): {advice}", stacklevel=2)
-    return None
+    return None, None
 
 
 def start_logs(run, state):
@@ -154,11 +164,22 @@ def _refuse_to_clear_inputs(config):
 
 
 def save_best(run):
-    """Save the policy into output_dir/best. Every process must call it."""
-    _save_policy(run, run.folder / "best")
+    """Save the policy into output_dir/best, with its step and accuracy. Every process must call it."""
+    best, progress = run.folder / "best", run.progress
+    (best / BEST).unlink(missing_ok=True)  # so that it never tells of other weights
+    _save_policy(run, best)
     if run.accelerator.is_main_process:
         # grpo_eval.py reads the format from it
-        shutil.copy(run.folder / "run_config.yaml", run.folder / "best")
+        shutil.copy(run.folder / "run_config.yaml", best)
+        note = {"step": progress.best_step, "eval_accuracy": progress.best}
+        write_whole(best / BEST, json.dumps(note) + "\n")
+    run.say(f"best so far: {_best_of(run)}")
+
+
+def _best_of(run):
+    """The best held-out accuracy of a run, its step, and where its model is."""
+    step = "an earlier step" if run.progress.best_step is None else f"step {run.progress.best_step}"
+    return f"held-out accuracy {run.progress.best:.3f} after {step}, kept in {run.folder / 'best'}"
 
 
 def _save_policy(run, folder):
@@ -185,11 +206,22 @@ def finish(run):
             save_adapter(run.learner.policy, folder / "adapter")
         write_whole(folder / "README.md", _card(config, folder))
         write_whole(folder / FINISHED, json.dumps(note) + "\n")
-        (folder / ".lock").unlink(missing_ok=True)
-        run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+        forget(folder / ".lock")
+        say_what_is_there(run)
     run.accelerator.wait_for_everyone()
     if config.push_to_hub:
         upload(run, note)
+
+
+def say_what_is_there(run):
+    """The last lines of a run."""
+    folder = run.folder
+    if run.outer is not None:
+        return run.say(f"the warm start is made: {folder}")
+    if run.config.keep_best:
+        run.say(f"best: {_best_of(run)}")
+    run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}")
+    run.say(f"its page: {folder / 'report.html'}")
 
 
 def upload(run, note):

@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from answers.user_files import code_of, user_files
 from errors import RunError, SettingError
+from learning.device import choose_device
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from learning.precision import compute_dtype
@@ -60,7 +61,8 @@ def starts_processes(config):
 
 def signals_to_hand_on():
     """Names of the signals that every process gets too: not those that nohup or a shell has switched off."""
-    return [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    there = [name for name in SIGNALS if hasattr(signal, name)]  # Windows lacks some
+    return [name for name in there if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
 
 
 def launch(processes):
@@ -108,20 +110,24 @@ def seconds_since_start():
     return time.time() - psutil.Process(os.getppid() if _is_child() else None).create_time()
 
 
-def parse_on_all(config_class, description):
-    """As `parse_config`. Of several processes the first reads the settings, and all of them get what it read.
+def parse_on_all(config_class, doc, given=None):
+    """As `parse_config`, unless that has `given` the settings already.
+
+    Of several processes the first reads the settings, and all of them get what it read.
 
     One that was given another command, or finds another file under a name in it, is refused on all of them.
     """
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        config = parse_config(config_class, description=description)
+        config = given or parse_config(config_class, description=doc)
         check_precision(config)
         return config
     end_with_parent()
-    is_main, config = PartialState(cpu=not torch.cuda.is_available()).is_main_process, None
+    is_main, config = PartialState(cpu=choose_device().type == "cpu").is_main_process, None
     with together():
         if is_main:
-            config = parse_config(config_class, description=description)
+            config = parse_config(config_class, description=doc)
+            if PARENT not in os.environ:  # it has said so already
+                print(config.first_line, flush=True)
     [config] = broadcast_object_list([config])
     command = re.sub("--output[-_]dir[= ][^ ]*", "", " ".join(sys.argv[1:]))  # the first process's counts
     refuse_unlike({("command line", "of the script"): command})
@@ -258,13 +264,13 @@ def make_accelerator(config, handlers=()):
         warnings.warn(f"{unread}: --precision is {config.precision}", stacklevel=2)
     # of fp16, sums over parts of a product are in float32, too
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    cpu = not torch.cuda.is_available()
+    cpu = choose_device().type == "cpu"
     return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=list(handlers))
 
 
 def check_precision(config):
     """Refuse a precision that this machine has not; before anything is loaded, or other processes start."""
-    compute_dtype(config.precision, "cuda" if torch.cuda.is_available() else "cpu")
+    compute_dtype(config.precision, choose_device())
 
 
 def check_shares(config, processes):

@@ -5,6 +5,8 @@ import json
 import math
 import time
 import warnings
+import webbrowser
+from pathlib import Path
 
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -24,17 +26,23 @@ DRAWING_SHARE = 50  # of a long run's time, drawing takes at most one part in so
 STEPS_TO_DRAW = 10  # curves of fewer steps show nothing
 
 
+WIDTH = 100  # of a step's line at most
+FEW = 10  # lines of a run of few lines, beside those that say more than a step
+
+
 class MetricsLog:
     """metrics.jsonl, the line of a step, and a bar with the time left. Only the first process writes."""
 
     def __init__(self, run):
-        self.is_active, self.folder, self.shown = run.accelerator.is_main_process, run.folder, run.shown
+        self.is_active, self.folder, self.run = run.accelerator.is_main_process, run.folder, run
         if self.is_active:
+            self.to_open = run.config.open
             self.drawn_at, self.pause = -math.inf, SECONDS_BETWEEN_DRAWINGS
             self.trackers = Trackers(run.config, run.folder)
             self.file = open(run.folder / "metrics.jsonl", "a", encoding="utf-8")
             finished = run.progress.step - (run.progress.unlogged is not None)
-            self.bar = tqdm(total=run.total, initial=finished, disable=None, dynamic_ncols=True, unit="step")
+            how = dict(disable=None, dynamic_ncols=True, unit="step", desc=run.bar_name)
+            self.bar = tqdm(total=run.total, initial=finished, **how)
 
     def write(self, metrics):
         """One step. Numbers that are not finite become null: JSON has no NaN."""
@@ -46,9 +54,21 @@ class MetricsLog:
         self.trackers.log({name: value for name, value in clean.items() if value is not None})
         if time.monotonic() - self.drawn_at > self.pause:
             self.draw()
-        shown = [f"{label} {_short(clean[name])}" for name, label in self.shown.items() if name in clean]
-        tqdm.write("  ".join([f"step {clean['step']}", *shown]))
+        line = step_line(clean, self.run.shown)
+        if self._is_worth_a_line(clean):
+            self.run.say(line)
+        elif not self.bar.disable:
+            self.bar.set_postfix_str(line.split("  ")[1], refresh=False)
         self.bar.update(clean["step"] - self.bar.n)
+
+    def _is_worth_a_line(self, metrics):
+        """Every step is, but for a run of few lines: an evaluation, a step that was skipped, and without a
+        bar each tenth part of the run.
+        """
+        if not self.run.few_lines or metrics.keys() & {"eval_accuracy", "skipped"}:
+            return True
+        step, total = metrics["step"], self.run.total
+        return self.bar.disable and FEW * step // total > FEW * (step - 1) // total
 
     def write_evaluation(self, records):
         """One line a held-out question into evaluations.jsonl."""
@@ -68,7 +88,10 @@ class MetricsLog:
         started, lines = time.monotonic(), read_metrics(self.folder)
         if len(lines) >= STEPS_TO_DRAW:
             or_warn(draw, {self.folder.resolve().name: lines}, self.folder)
-        or_warn(write_report, self.folder)
+        page = or_warn(write_report, self.folder)
+        if self.to_open and page:
+            self.to_open = False
+            open_page(page, self.run.say)
         self.drawn_at = time.monotonic()
         self.pause = max(SECONDS_BETWEEN_DRAWINGS, DRAWING_SHARE * (self.drawn_at - started))
 
@@ -84,8 +107,26 @@ def _is_nan(value):
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _short(value):
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def step_line(metrics, shown):
+    """The line of a step, of WIDTH characters at most: what stands last in `shown` is left out first.
+
+    shown: {metric: its format}; what is None, since it was not finite, is shown as nan.
+    """
+    line = f"step {metrics['step']}"
+    for name, form in shown.items():
+        if name not in metrics:
+            continue
+        value = math.nan if metrics[name] is None else metrics[name]
+        part = f"  {form.format(value)}"
+        if len(line + part) <= WIDTH:
+            line += part
+    return line
+
+
+def open_page(page, say):
+    """Open a page in the browser, or say that there is none."""
+    if not webbrowser.open(Path(page).resolve().as_uri()):
+        say(f"open: there is no browser here; look at {page}")
 
 
 def log_rollouts(run, sampled, right, advantages, inspection=None):

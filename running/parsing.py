@@ -83,6 +83,9 @@ REFUSED = {
     "logging_steps": "is not needed: every step is logged",
 }
 NAMED = re.compile(r"--(\w+)|\b([a-z]+(?:_[a-z]+)+)\b(?!\.py)")  # the settings that a hint names
+ROOT = Path(__file__).resolve().parents[1]
+THIS_COMMAND = "this command"  # the last group of --help
+SHOWN_AS = {int: "N", float: "X"}  # the value of a flag in --help
 BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
 
 
@@ -241,19 +244,34 @@ def parse_config(config_class, argv=None, description=None):
 def _parser(config_class, description, only_given=False):
     """A parser of the settings' flags, with their defaults or `only_given` flags in what it returns."""
     hints, aliases = get_type_hints(config_class), _aliases(config_class)
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = _Parser(description=description, allow_abbrev=False, formatter_class=formatter)
-    parser.names = hints
-    for field in dataclasses.fields(config_class):
-        default = argparse.SUPPRESS if only_given else field.default
-        parser.add_setting(field, hints[field.name], aliases, default)
+    doc, usage = (description or "").partition("\n")[0], getattr(config_class, "usage", None)
+    parser = _Parser(usage=usage, description=doc, allow_abbrev=False, formatter_class=_HelpFormatter)
+    parser.names = [*hints, *aliases, "config", "help"]
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    for title, names in _groups(config_class).items():
+        group = parser.add_argument_group(title)
+        if title == THIS_COMMAND:
+            group.add_argument("--config", metavar="FILE", help="YAML file of settings; flags beside it win")
+        for name in names:
+            default = argparse.SUPPRESS if only_given else fields[name].default
+            parser.add_setting(group, fields[name], hints[name], aliases, default)
     for switch, *_ in _switches(config_class):
         parser.add_switch(switch)
     for name in REFUSED.keys() - hints - aliases.keys():
         options = dict(nargs="?", default=argparse.SUPPRESS, action=_Refuse, help=argparse.SUPPRESS)
         parser.add_argument(*_flags(name), **options)
-    parser.add_argument("--config", help="YAML file of settings; flags given beside it win")
     return parser
+
+
+def _groups(config_class):
+    """{title: names of settings} of --help: those that people change first, each group, and what is left."""
+    left = [field.name for field in dataclasses.fields(config_class)]
+    groups = {}
+    for title, names in (*getattr(config_class, "help_groups", ()), (THIS_COMMAND, "")):
+        groups[title] = [name for name in names.split() if name in left]
+        left = [name for name in left if name not in groups[title]]
+    groups[THIS_COMMAND] += left
+    return {title: names for title, names in groups.items() if names or title == THIS_COMMAND}
 
 
 def combined(config_class, *levels):
@@ -335,15 +353,20 @@ def refuse_idle(config, settings, flags=()):
 class _Parser(argparse.ArgumentParser):
     """argparse whose flags are fields of a dataclass, and whose errors are SettingErrors."""
 
-    def add_setting(self, field, hint, aliases, default):
-        """`--field VALUE` under all its names, and `--no_field` where it is a bool that is on by default."""
-        name, text, options = field.name, field.metadata["help"], _flag_options(hint, _none_words(field))
-        self.add_argument(*_flags(name), **options, default=default, help=text)
-        for alias in (alias for alias, real in aliases.items() if real == name):
-            self.add_argument(*_flags(alias), **options, dest=name, default=default, help=argparse.SUPPRESS)
+    def add_setting(self, group, field, hint, aliases, default):
+        """`--field VALUE` under all its names, and `--no_field` where it is a bool that is on by default.
+
+        --help shows the first name alone.
+        """
+        name, options = field.name, _flag_options(hint, _none_words(field))
+        short = [f"-{letter}" for letter in field.metadata.get("short", "")]
+        group.add_argument(*short, f"--{name}", **options, default=default, help=field.metadata["help"])
+        unshown = dict(dest=name, default=default, help=argparse.SUPPRESS)
+        others = [alias for alias, real in aliases.items() if real == name]
+        for flag in [flag for other in (name, *others) for flag in _flags(other) if flag != f"--{name}"]:
+            self.add_argument(flag, **options, **unshown)
         if field.default is True:
-            off = dict(action="store_false", dest=name, default=default)
-            self.add_argument(*_flags(f"no_{name}"), **off, help=text)
+            self.add_argument(*_flags(f"no_{name}"), action="store_false", **unshown)
 
     def add_switch(self, name):
         """`--name [true|false]` and `--no_name`, which --help leaves to the setting that they stand for."""
@@ -352,9 +375,27 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument(*_flags(f"no_{name}"), action="store_false", **unshown)
 
     def error(self, message):
-        flag = re.match(r"unrecognized arguments: --([\w-]+)", message)
-        meant = _did_you_mean(flag[1], self.names) if flag else ""
+        given = re.match(r"unrecognized arguments: (-*)([^\s=]+)", message)
+        meant = ""
+        if given and given[2].endswith((".yaml", ".yml")):
+            meant = f"; did you mean --config {given[2]}?"
+        elif given and given[1]:
+            meant = _did_you_mean(given[2], self.names)
         raise SettingError("command line", message, "--help lists every flag" + meant)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """A default is shown where the text does not tell it, and is not that nothing is done."""
+
+    def _get_help_string(self, action):
+        is_nothing = any(action.default is value for value in (None, False, "", argparse.SUPPRESS))
+        is_told = is_nothing or "default" in action.help
+        return action.help if is_told else f"{action.help} (default: {_as_given(action.default)})"
+
+
+def _as_given(default):
+    """A default as somebody would write it on the command line."""
+    return "true" if default is True else str(default).replace("%", "%%")
 
 
 class _Refuse(argparse.Action):
@@ -373,14 +414,13 @@ def _flag_options(hint, none_words):
     """What argparse is told of a field of this type."""
     kind, optional = _kind(hint)
     if kind is bool:
-        return dict(type=_to_bool, nargs="?", const=True)
+        return dict(type=_to_bool, nargs="?", const=True, metavar="true|false")
     if get_origin(kind) is Literal:
         return dict(choices=get_args(kind))
-    if get_origin(kind) is list:
-        return dict(
-            type=_or_none(get_args(kind)[0], none_words) if optional else get_args(kind)[0], nargs="+"
-        )
-    return dict(type=_or_none(kind, none_words) if optional else kind)
+    is_list = get_origin(kind) is list
+    one = get_args(kind)[0] if is_list else kind
+    options = dict(type=_or_none(one, none_words) if optional else one, metavar=SHOWN_AS.get(one, "TEXT"))
+    return options | (dict(nargs="+") if is_list else {})
 
 
 def _or_none(kind, none_words):
@@ -407,16 +447,37 @@ UNWRITABLE = {
 }
 
 
-def run_main(main):
-    """Call main() for a script: 0, or one line on standard error and the status of the error."""
+def parse_early(config_class, doc):
+    """The settings of a script's command, and its first line; called before the script imports torch.
+
+    None for one of several processes, of which the first reads the settings for all.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return None
+    config = told(parse_config, config_class, None, doc)
+    print(config.first_line, file=sys.stderr if config.answers_on_stdout else sys.stdout, flush=True)
+    return config
+
+
+def run_main(main, *given):
+    """Call main(*given) for a script: 0, or one line on standard error and the status of the error."""
     if transformers := sys.modules.get("transformers"):
         transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     raise_on_interrupt()
+    told(main, *given)
+    if _leave_the_others():
+        _exit_at_once(0)
+
+
+def told(action, *given):
+    """What action(*given) returns; an error that a user can mend ends the script with one line.
+
+    A warning of the project's is one line, too.
+    """
+    warnings.formatwarning = _warning_line
     try:
-        main()
-        if _leave_the_others():
-            _exit_at_once(0)
+        return action(*given)
     except (SettingError, DataError, RunError, RewardError) as error:
         _exit(error, error.status)
     except SharedError as error:
@@ -435,6 +496,13 @@ def run_main(main):
         raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _warning_line(message, category, filename, *rest, plain=warnings.formatwarning):
+    """A warning as it is printed: what users are told without the place in the code that tells it."""
+    if category is UserWarning and Path(filename).is_relative_to(ROOT):
+        return f"{Path(sys.argv[0]).name}: warning: {message}\n"
+    return plain(message, category, filename, *rest)
 
 
 def _leave_the_others():

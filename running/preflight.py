@@ -1,6 +1,7 @@
 """`python grpo_train.py --check`: what a run would do, measured and printed before anything is paid for.
 
-Nothing is trained and nothing is kept.
+Nothing is trained and nothing is kept. What somebody should act on comes first. Paying reference answers and
+sampling end after some seconds, so that a small machine is done in about a minute.
 """
 
 import dataclasses
@@ -9,12 +10,16 @@ import os
 import shutil
 import statistics
 import time
+import warnings
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import yaml
 from accelerate import Accelerator
+from tqdm import tqdm
 
 from answers.formats import answer_format_named
 from decoding.any_model import vocab_logits
@@ -23,6 +28,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
 from errors import Interrupted, SettingError, is_out_of_memory, one_line
+from learning.device import choose_device
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
 from learning.models import (
@@ -34,23 +40,65 @@ from learning.models import (
     policy_bytes,
 )
 from learning.precision import compute_dtype
-from problems.prompts import Prompting, prepare_problems
+from problems.prompts import Prompting, prepare_problems, problems_of
 from rewards import RewardLog, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import check_draws, draws_by_pass_rate, steps_to_do, trainer_state
+from running.sft_config import warm_start_settings
+from running.warm_starts import cache_folder, kept_at, key_of, read_inputs
 
 PROMPTS = 32  # on which the pass rate is measured
 GOLD_ANSWERS = 500  # that are paid
+SECONDS, GOLD_SECONDS = 45, 10  # from the start until sampling ends; for paying reference answers
+TAIL = 80  # characters of the first prompt's end that are shown
+
+
+@dataclass
+class Report:
+    """What the check has to say: what somebody should act on, and the rest."""
+
+    config: object
+    findings: list = field(default_factory=list)
+    lines: list = field(default_factory=list)
+
+    def say(self, name, text):
+        self.lines.append(f"{name}: {text}")
+
+    def find(self, text):
+        self.findings.append(text)
+
+    def show(self):
+        if self.findings:
+            print("\n  ".join([f"findings ({len(self.findings)}):", *self.findings]))
+        else:
+            print("findings: none")
+        print("\n".join(["", *self.lines]))
+        if self.config.verbose:
+            print("\n" + yaml.safe_dump(dataclasses.asdict(self.config), sort_keys=False))
+        print(end="", flush=True)
 
 
 def report(config, functions):
-    """Print the check; raises SettingError where training cannot work."""
-    print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    """Print the check; raises SettingError where training cannot work, after what was found until then."""
+    said = Report(config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            _check(said, functions, time.monotonic() + SECONDS)
+        finally:
+            of_ours = (w for w in caught if Path(w.filename).is_relative_to(Path(__file__).parents[1]))
+            said.findings[:0] = dict.fromkeys(str(warning.message) for warning in of_ours)
+            said.show()
+
+
+def _check(said, functions, end):
+    """Fill the Report; end: when sampling is over, by time.monotonic()."""
+    config = said.config
     start, warm_start_is_pending = _start(config)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     check_draws(config, len(problems))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     refuse_used(config)
     dtype = compute_dtype(config.precision, device)
     model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
@@ -60,17 +108,17 @@ def report(config, functions):
     answer_format = answer_format_named(config.answer_format)
     decoder = GroupDecoder(model, tokenizer, answer_format.think_end, config.interaction, compiled=False)
     decoder.choose_path()
-    _print_sampling(model, decoder, config)
-    _print_prompt(problems, tokenizer, config)
-    _print_work(problems, held_out, skipped, config)
-    free = _print_memory(model, config)
-    _print_peak(start, decoder, problems, held_out, config, free)
-    _print_checkpoints(model, config)
-    _print_gold(problems[:GOLD_ANSWERS], functions, config, decoder)
+    _check_prompt(said, problems, tokenizer)
+    _check_sampling(said, model, decoder)
+    _check_work(said, problems, held_out, skipped)
+    free = _check_memory(said, model)
+    _check_peak(said, start, decoder, problems, held_out, free)
+    _check_checkpoints(said, model)
+    _check_gold(said, problems[:GOLD_ANSWERS], functions, decoder)
     if warm_start_is_pending:
-        _print("pass rate", "a warm start comes first: check again after it, on output_dir/warm_start")
+        said.find("the pass rate is not measured: a warm start comes first; check again when it is made")
     else:
-        _print_pass_rate(decoder, problems[:PROMPTS], config)
+        _check_pass_rate(said, decoder, problems[:PROMPTS], end)
 
 
 def _start(config):
@@ -80,58 +128,81 @@ def _start(config):
         return config.model, False
     if (warm_start / "warm_start.json").exists():
         return str(warm_start), False
-    return config.model, True
+    kept = _kept_warm_start(config)
+    return (config.model, True) if kept is None else (str(kept), False)
 
 
-def _print(name, text):
-    print(f"{name}: {text}", flush=True)
+def _kept_warm_start(config):
+    """The warm start that the run would find and not make, or None."""
+    cache, settings = cache_folder(config), warm_start_settings(config)
+    if cache is None or not cache.exists():
+        return None
+    device = choose_device()
+    processes = max(1, config.num_processes or torch.cuda.device_count())
+    inputs = read_inputs(settings, problems_of(settings, responses=True))
+    return kept_at(cache, key_of(settings, inputs, device, processes))
 
 
-def _print_sampling(model, decoder, config):
+def _check_sampling(said, model, decoder):
+    config = said.config
     hidden = torch.zeros(
         1, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device
     )
     real = decoder.tables.num_real
     unused = vocab_logits(model, hidden).shape[-1] - real
-    _print(
+    said.say(
         "sampling",
         f"temperature {config.temperature}, the whole distribution over the tokenizer's {real} ids; {unused} "
         "ids of the head are beyond it and never sampled; generation_config is not used",
     )
     eos = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
-    _print("a completion ends on", f"{eos} or after {config.max_completion_length} tokens")
+    said.say("a completion ends on", f"{eos} or after {config.max_completion_length} tokens")
 
 
-def _print_prompt(problems, tokenizer, config):
+def _check_prompt(said, problems, tokenizer):
+    config, prompt = said.config, problems[0].prompt
     is_given = config.prompt_format == "raw" and problems[0].problem.is_prompt
     whose = "it is the prompt of the data as it stands" if is_given else "the system prompt is in it"
-    remarks = Prompting.of(config).remarks(tokenizer, problems) or [whose]
+    remarks = Prompting.of(config).remarks(tokenizer, problems)
+    said.findings += remarks
+    remarks = [] if remarks else [whose]
     if problems[0].opening:
         remarks.append(f"it opens the answer with {problems[0].opening!r}, which counts as the answer's")
     remarks.append(f"thinking ends at {answer_format_named(config.answer_format).think_end!r}")
-    _print("prompt", f"{'; '.join(remarks)}; the first prompt:\n{problems[0].prompt}")
+    said.say("prompt", "; ".join(remarks))
+    if config.verbose:
+        said.lines.append(f"the first prompt:\n{prompt}")
+    tail = prompt if len(prompt) <= TAIL else f"...{prompt[-TAIL:]}"
+    said.say("the first prompt ends in", repr(tail))
 
 
-def _print_work(problems, held_out, skipped, config):
+def _check_work(said, problems, held_out, skipped):
     """Prompts, what a step samples, and what the run does."""
+    config = said.config
     lengths = [len(p.ids) for p in problems]
     spread = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):.0f}"
-    _print("prompts", f"{len(problems)} to train on, {len(held_out)} held out, {skipped} skipped; {spread}")
+    said.say("prompts", f"{len(problems)} to train on, {len(held_out)} held out, {skipped} skipped; {spread}")
+    if skipped:
+        longer = f"longer than max_prompt_length={config.max_prompt_length} and are skipped"
+        said.find(f"{skipped} of {skipped + len(problems) + len(held_out)} prompts are {longer}")
     B, G = config.batch_size, config.num_generations
     tokens = B * G * (statistics.fmean(lengths) + config.max_completion_length)
     sampled = f"{B} problems x {G} = {B * G} completions, at most {tokens:,.0f} tokens"
-    _print("a step", f"{sampled}, {config.mu} optimiser step(s)")
+    said.say("a step", f"{sampled}, {config.mu} optimiser step(s)")
     total = steps_to_do(config, len(problems)) * config.outer_iterations
     passes = total * B / len(problems)
-    still = "" if config.learning_rate else "; every learning rate is 0, and no weight will change"
     sampled = f"{total} steps = {total * B * G:,} completions"
+    how = f"{passes:.2f} passes over the problems"
     if draws_by_pass_rate(config):
         first = f"{config.pass_rate_samples * len(problems):,} completions before the first step"
-        return _print("the run", f"{sampled}, problems drawn by their pass rates, from {first}{still}")
-    _print("the run", f"{sampled}, {passes:.2f} passes over the problems{still}")
+        how = f"problems drawn by their pass rates, from {first}"
+    said.say("the run", f"{sampled}, {how}")
+    if not config.learning_rate:
+        said.find("every learning rate is 0, and no weight will change")
 
 
-def _print_memory(model, config):
+def _check_memory(said, model):
+    config = said.config
     count = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     copy = count * model.dtype.itemsize
@@ -146,15 +217,16 @@ def _print_memory(model, config):
     needed = sum(parts.values())
     shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     needs = f"{shown} = {needed / 2**30:.2f} before activations, which take what is left"
-    _print("memory, GiB", f"{needs}; {free / 2**30:.2f} are free")  # the sampler is loaded already
+    said.say("memory, GiB", f"{needs}; {free / 2**30:.2f} are free")  # the sampler is loaded already
     if needed > free and not config.fsdp:
         needs = f"needs {needed / 2**30:.1f} GiB before activations, {free / 2**30:.1f} are free"
         raise SettingError("model", config.model, f"{needs}: try --lora_r 32, or --fsdp true on several GPUs")
     return free
 
 
-def _print_peak(start, decoder, problems, held_out, config, free):
+def _check_peak(said, start, decoder, problems, held_out, free):
     """The most memory that the run takes on a card, where every completion reaches the limit."""
+    config = said.config
     processes = max(1, config.num_processes or torch.cuda.device_count())
     longest_first = sorted((p.ids for p in problems), key=len, reverse=True)
     prompts = longest_first[: -(-config.batch_size // processes)]
@@ -164,19 +236,20 @@ def _print_peak(start, decoder, problems, held_out, config, free):
             each = decoder.engine.backbone.row_bytes(len(prompts[0]) + config.max_completion_length)
             rows = len(prompts) * config.num_generations
             stored = f"; keys and values of {rows} rows take {rows * each / 2**30:.2f} GiB at their limit"
-        return _print("peak", f"not measured {reason}{stored}")
+        return said.say("peak", f"not measured {reason}{stored}")
     asked = [p.ids for p in held_out][: -(-len(held_out) // processes)]
     try:
         peak = _trial(start, decoder, prompts, asked, config, processes) / 2**30
-        said = f"{peak:.2f} GiB predicted, {free / 2**30:.2f} are free"
+        needs = f"{peak:.2f} GiB predicted, {free / 2**30:.2f} are free"
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        said = f"more than the {free / 2**30:.2f} GiB that are free ({one_line(error)})"
+        needs = f"more than the {free / 2**30:.2f} GiB that are free ({one_line(error)})"
+        said.find(f"a step at full length needs {needs}")
     free_memory()  # the trial's models
-    said += ", where every completion reaches max_completion_length; shorter ones take less"
+    needs += ", where every completion reaches max_completion_length; shorter ones take less"
     left_out = "" if decoder.engine.backbone.refills else "; the cache of the plain path is not counted"
-    _print("peak", said + left_out)
+    said.say("peak", needs + left_out)
 
 
 def _trial(start, decoder, prompts, asked, config, processes):
@@ -278,12 +351,12 @@ def _made_up_rollout(decoder, prompts, sampling, keys):
 
 def _free_memory():
     """Memory of the machine that programs can have, in bytes."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
+    return psutil.virtual_memory().available
 
 
-def _print_checkpoints(model, config):
+def _check_checkpoints(said, model):
     """The size of a checkpoint, how long writing one takes, and whether those to be kept fit on the disk."""
+    config = said.config
     size = checkpoint_bytes(model, model if config.beta > 0 else None, config.moment_bytes)
     folder = Path(config.output_dir).resolve()
     while not folder.exists():
@@ -299,7 +372,7 @@ def _print_checkpoints(model, config):
     written = f"{size / 1e9:.2f} GB, {seconds:.0f} s at {rate / 1e6:.0f} MB/s"
     grace = f"a job needs about {2 * seconds + 30:.0f} s of grace"
     kept = f"{copies} of them take {copies * size / 1e9:.1f} GB, {free / 1e9:.1f} are free"
-    _print("a checkpoint", f"{written}: {grace}; {kept}")
+    said.say("a checkpoint", f"{written}: {grace}; {kept}")
     if config.save_every and copies * size > free:
         remedy = f"{copies * size / 1e9:.1f} GB of checkpoints do not fit into {free / 1e9:.1f} GB"
         raise SettingError("keep_checkpoints", config.keep_checkpoints, remedy)
@@ -319,11 +392,12 @@ def _bytes_a_second(folder, size):
         trial.unlink(missing_ok=True)
 
 
-def _print_gold(problems, functions, config, decoder):
+def _check_gold(said, problems, functions, decoder):
     """What reference answers, written in the format, earn: all the same, and more than near misses do.
 
     They are what the tokenizer gives back of them, as a model that writes them would be read.
     """
+    config = said.config
     answer_format = answer_format_named(config.answer_format)
 
     def as_read(text, p):
@@ -331,17 +405,20 @@ def _print_gold(problems, functions, config, decoder):
         return p.opening + decoder.text(ids["input_ids"], ended=False)
 
     write = partial(answer_format.write, "So it is.")
-    golds = [p.problem.answer for p in problems]
     texts = [as_read(write(p.problem.answer), p) for p in problems]
-    totals = _rewards(functions, problems, texts, config)
+    totals = _paid(functions, problems, texts, config)
+    problems, texts = problems[: len(totals)], texts[: len(totals)]
+    golds = [p.problem.answer for p in problems]
     best = max(total for total in totals if not math.isnan(total))  # NaN: every reward abstained
     paid = list(zip(problems, totals, strict=True))
     missed = [(p.problem, total) for p, total in paid if not total >= best - 1e-9]
     right = right_answers(texts, golds, config.answer_format, config.grading)
     earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
-    _print("gold answers", f"{earn}, {sum(map(bool, right))} count as right{_undecided(right)}")
+    said.say("gold answers", f"{earn}, {sum(map(bool, right))} count as right{_undecided(right)}")
+    if missed:
+        said.find(f"{len(missed)} of {len(golds)} reference answers earn less than {best:.3g}, or nothing")
     for problem, total in missed[:10]:
-        print(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
+        said.lines.append(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
     scored = next(p for p, total in paid if not math.isnan(total))
     gold = scored.problem.answer
     near = {
@@ -355,11 +432,26 @@ def _print_gold(problems, functions, config, decoder):
     }
     near_texts = [as_read(text, scored) for text in near.values()]
     near = dict(zip(near, _rewards(functions, [scored] * len(near), near_texts, config), strict=True))
-    _print(f"near misses of {gold!r}", ", ".join(f"{name} {total:.3g}" for name, total in near.items()))
+    said.say(f"near misses of {gold!r}", ", ".join(f"{name} {total:.3g}" for name, total in near.items()))
+    as_much = [name for name in ("another answer", "nothing") if near[name] >= best]
+    if as_much:
+        said.find(f"{' and '.join(as_much)} earns as much as the right answer: the rewards teach nothing")
     if not any(right) or best <= near["nothing"]:
         wrong = "no reference answer of this data is right in this format"
         remedy = f"{wrong}: see --grading and the columns of the data"
         raise SettingError("answer_format", config.answer_format, remedy)
+
+
+def _paid(functions, problems, texts, config):
+    """Rewards of the first texts: of as many as can be paid in GOLD_SECONDS, in parts that double."""
+    totals, size, began = [], 8, time.monotonic()
+    while not totals or (len(totals) < len(texts) and time.monotonic() - began < GOLD_SECONDS):
+        part = slice(len(totals), len(totals) + size)
+        totals += _rewards(functions, problems[part], texts[part], config, gather=lambda values: [])
+        size *= 2
+    if all(map(math.isnan, totals)):  # refused in the words of the rewards
+        _rewards(functions, problems[: len(totals)], texts[: len(totals)], config)
+    return totals
 
 
 def _undecided(right):
@@ -368,37 +460,68 @@ def _undecided(right):
     return f", {count} undecided" if count else ""
 
 
-def _rewards(functions, problems, texts, config):
+def _rewards(functions, problems, texts, config, gather=list):
+    """gather: see compute_rewards; what gives an empty list lets every function abstain."""
     ids = [[0] * 8 for _ in texts]  # no completion was sampled
     columns = reward_columns([p.problem for p in problems], texts, ids, config.answer_format)
     columns["trainer_state"] = trainer_state()
     log = RewardLog([{} for _ in texts])
-    totals, _ = compute_rewards(functions, columns, timeout=config.reward_timeout, log=log)
+    how = dict(timeout=config.reward_timeout, log=log, gather=gather)
+    totals, _ = compute_rewards(functions, columns, **how)
     return totals
 
 
-def _print_pass_rate(decoder, problems, config):
-    """Pass rate of the model as it stands, and what share of groups will carry no signal."""
+def _sampled_until(end, decoder, problems, config):
+    """The Completions of the first problems, G each: of as many as are sampled before the time `end`.
+
+    In parts that double, with the draws that all problems at once would have.
+    """
     G, T = config.num_generations, config.max_completion_length
-    started = time.perf_counter()
-    uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T)
-    sampling = Sampling(T, G, config.temperature)
-    rollout = decoder.rollout([p.ids for p in problems], sampling, uniforms, interact=False)
-    seconds = time.perf_counter() - started
+    uniforms = rollout_uniforms(config.seed, 0, 0, len(problems) * G, T).view(-1, G, T)
+    sampling, completions, size = Sampling(T, G, config.temperature), [], 1
+    decoder.interrupted = lambda: time.monotonic() >= end
+    try:
+        with tqdm(total=len(problems), desc="pass rate", unit="problem", disable=None, leave=False) as bar:
+            while (done := len(completions) // G) < len(problems):
+                part = slice(done, done + size)
+                prompts, draws = [p.ids for p in problems[part]], uniforms[part].flatten(0, 1)
+                completions += decoder.completions(decoder.rollout(prompts, sampling, draws, interact=False))
+                bar.update(len(prompts))
+                size *= 2
+    except Interrupted:
+        pass
+    finally:
+        decoder.interrupted = None
+    return completions
+
+
+def _check_pass_rate(said, decoder, problems, end):
+    """Pass rate of the model as it stands, and what share of groups will carry no signal."""
+    config, G, started = said.config, said.config.num_generations, time.monotonic()
+    completions = _sampled_until(end, decoder, problems, config)
+    seconds = time.monotonic() - started
+    if not completions:
+        limit = f"{G} completions of {config.max_completion_length} tokens"
+        return said.find(
+            f"the pass rate is not measured: {limit} take this machine more than {seconds:.0f} s"
+        )
+    problems = problems[: len(completions) // G]
     rows = [p for p in problems for _ in range(G)]
-    pairs = zip(rows, decoder.completions(rollout), strict=True)
-    texts = [p.answered(completion).text for p, completion in pairs]
-    answers = [p.problem.answer for p in problems for _ in range(G)]
+    texts = [p.answered(c).text for p, c in zip(rows, completions, strict=True)]
+    answers = [p.problem.answer for p in rows]
     right = right_answers(texts, answers, config.answer_format, config.grading)
     rates = [statistics.fmean(map(bool, right[i : i + G])) for i in range(0, len(right), G)]
     mean = statistics.fmean(rates)
     silent = statistics.fmean(rate in (0, 1) for rate in rates)
-    cut_off = statistics.fmean(~rollout.ended.cpu().numpy())
+    cut_off = statistics.fmean(not completion.ended for completion in completions)
     asked = f"{len(problems)} problems x {G} (single paths, {seconds:.1f} s)"
     silence = f"{silent:.2f} of the groups carry no signal from right and wrong alone"
-    _print("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off{_undecided(right)}; {silence}")
+    said.say("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off{_undecided(right)}; {silence}")
     if advice := _advice(mean, silent):
-        print(f"    {advice}")
+        said.find(f"pass rate {mean:.3f}: {advice}")
+    if cut_off > 0.2:
+        remedy = f"--max_completion_length {config.max_completion_length} is short, or the model does not end"
+        said.find(f"{cut_off:.2f} of the completions are cut off: {remedy}")
 
 
 def _advice(mean, silent):

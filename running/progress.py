@@ -35,6 +35,7 @@ class Progress:
     unearned_steps: int = 0  # latest steps in a row in which no completion earned anything
     format_only_steps: int = 0  # likewise, in which each group earned the same and none was right
     best: float = -1.0  # held-out accuracy
+    best_step: int | None = None  # after which step it was measured
     since_best: int = 0  # evaluations since then
     unlogged: dict | None = None  # metrics of the last step, if a signal interrupted its evaluation
     # problem_sampling pass_rate: discounted numbers of right and wrong samples of each problem, as two lists;

@@ -18,9 +18,10 @@ from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
 from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
 from running.launching import folder_of_first, seconds_since_start, start_processes
-from running.log import MetricsLog
+from running.locks import forget
+from running.log import MetricsLog, open_page
 from running.progress import Progress
-from running.stop import Stop
+from running.stop import TIME_IS_OVER, Stop
 
 TIME_LIMITS = ("max_minutes", "max_wall_minutes")
 
@@ -29,11 +30,12 @@ class Run:
     """What surrounds the steps: `with Run(...) as run`, `run.open(...)`, `for step in run.steps()`.
 
     On SIGTERM, SIGINT, SIGUSR1 or at its time limit a run saves the finished steps and exits with 128 + the
-    signal. shown: {metric: label} of a step's line. outer: the run that this one is the warm start of.
+    signal. shown: {metric: format} of a step's line. outer: the run that this one is the warm start of.
+    few_lines: a step is a move of the bar, and has no line of its own.
     """
 
-    def __init__(self, config, shown, outer=None):
-        self.config, self.shown, self.outer = config, shown, outer
+    def __init__(self, config, shown, outer=None, few_lines=False):
+        self.config, self.shown, self.outer, self.few_lines = config, shown, outer, few_lines
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
@@ -60,7 +62,7 @@ class Run:
                 self.stop.restore()
             if self.lock is not None:
                 if not (self.has_begun or self.had_lock):
-                    (self.folder / ".lock").unlink(missing_ok=True)
+                    forget(self.folder / ".lock")
                 self.lock.close()
 
     def open(self, learner, inputs, evaluate, steps, total):
@@ -81,7 +83,10 @@ class Run:
         note = first_over_processes(note)
         if note is not None and self._is_done(note):
             self.is_finished = True
-            self.say(f"nothing is left to do: {self.folder} finished its {note['step']} steps")
+            page = self.folder / "report.html"
+            self.say(f"nothing is left to do: {self.folder} finished its {note['step']} steps; see {page}")
+            if self.config.open and self.accelerator.is_main_process:
+                open_page(page, self.say)
             if self.config.push_to_hub and note.get("uploaded") != self.config.hub_model_id:
                 upload(self, note)
             return
@@ -141,11 +146,11 @@ class Run:
             self.progress.unlogged = None
         if evaluate_first and self.config.eval_every and self.progress.step == 0:
             self.first_evaluation = self.evaluate()
-            self.progress.best = self.first_evaluation["eval_accuracy"]
+            self.progress.best, self.progress.best_step = self.first_evaluation["eval_accuracy"], 0
             length = self.first_evaluation["eval_length"]
+            self.say(f"before training: held-out accuracy {self.progress.best:.3f}, length {length:.0f}")
             if self.config.keep_best:  # the start is the best until something is better
                 save_best(self)
-            self.say(f"before training: held-out accuracy {self.progress.best:.3f}, length {length:.0f}")
         self._refuse_late_start()
         self.is_last = self.progress.step >= self.total or self._is_out_of_patience()
         while not self.is_last:
@@ -197,6 +202,7 @@ class Run:
         progress.since_best += 1
         if evaluation["eval_accuracy"] > progress.best:
             progress.best, progress.since_best = evaluation["eval_accuracy"], 0
+            progress.best_step = progress.step
             if self.config.keep_best:
                 save_best(self)
         if self._is_out_of_patience():
@@ -212,6 +218,7 @@ class Run:
     def _is_out_of_time(self):
         minutes, wall_minutes = self.config.max_minutes, self.config.max_wall_minutes
         if minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes:
+            self.say(f"max_minutes={minutes:g} of training are over: the run ends")
             return True
         if wall_minutes is None:
             return False
@@ -224,6 +231,7 @@ class Run:
             needed = after_next + (self.total - self.progress.step - 1) * step_seconds
             alone = f"the warm start alone needs about {math.ceil(needed / 6) / 10} minutes"
             raise SettingError("max_wall_minutes", wall_minutes, f"{alone}: give more, or shorten it")
+        self.say(f"max_wall_minutes={wall_minutes:g} are over: the run ends")
         return True
 
     def _refuse_late_start(self):
@@ -257,9 +265,12 @@ class Run:
         if self.checkpoints is not None and self.progress.step > self.saved_step:
             self.save_checkpoint()
             kept = f"saved checkpoint-{self.progress.step}"
-        self.say(f"stopped by {signal.Signals(number).name}: {kept}; go on with --resume true")
+        reason = f"stopped by {signal.Signals(number % TIME_IS_OVER).name}"
+        if number >= TIME_IS_OVER:
+            reason = f"stopped, since the time of stop_after={self.config.stop_after or 0:g} minutes is over"
+        self.say(f"{reason}: {kept}; go on with --resume true")
         self.accelerator.wait_for_everyone()
-        sys.exit(128 + number)
+        sys.exit(128 + number % TIME_IS_OVER)
 
     def raise_if_stopped(self):
         """All processes must call it."""
@@ -307,6 +318,13 @@ class Run:
     def local_rows(self):
         """The slice of the rows of a batch that this process works on."""
         return shard(self.config.batch_size, self.accelerator, self.config.num_generations)
+
+    @property
+    def bar_name(self):
+        """What stands in front of the bar of steps."""
+        if self.outer is not None:
+            return "warm start"
+        return "supervised" if self.few_lines else None
 
     def say(self, text):
         """Print a line, above the progress bar; once for all processes."""

@@ -23,6 +23,45 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvc
 PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes mpmath triton".split()
 
 
+# The groups of --help, in their order; a setting that is in none of them stands in the last.
+HELP_GROUPS = (
+    (
+        "data",
+        "split limit question_column answer_column solution_column answer_format grading "
+        "system_prompt_file system_prompt prompt_format chat_template_kwargs max_prompt_length "
+        "unique_train_examples",
+    ),
+    (
+        "rollout",
+        "num_epochs outer_iterations max_minutes max_wall_minutes temperature dynamic_sampling "
+        "problem_sampling pass_rate_samples pass_rate_power pass_rate_floor "
+        "mask_truncated_completions log_groups seed",
+    ),
+    (
+        "loss",
+        "reward_set reward_weights reward_timeout warn_after loss_type beta epsilon epsilon_high mu "
+        "scale_rewards rollout_is rollout_is_cap",
+    ),
+    ("M3PO", "m3po_temperature m3po_similarity m3po_control m3po_scoring m3po_credit inspect_every"),
+    (
+        "optimiser",
+        "warm_start warm_start_cache optimizer weight_decay adam_beta1 adam_beta2 max_grad_norm "
+        "lr_scheduler_type warmup_ratio max_bad_steps lora_r lora_alpha lora_target_modules load_in_4bit",
+    ),
+    (
+        "saving",
+        "resume resume_anyway overwrite_output_dir stop_after save_every keep_checkpoints eval_every "
+        "eval_problems keep_best patience save_adapter report_to project run_name push_to_hub hub_model_id "
+        "hub_private",
+    ),
+    (
+        "many GPUs",
+        "num_processes fsdp micro_batch_tokens gradient_checkpointing precision torch_compile cpu_threads",
+    ),
+)
+FIRST = "the ten settings that people change first"
+
+
 def setting(default, text, **roles):
     """A field of a Config with its help text, and what else becomes of it:
 
@@ -32,8 +71,9 @@ def setting(default, text, **roles):
     goes_with=name: it has no effect where that one is off; idle_beside=names: where one of these is on. A
     name may be `name=value`, which is on at this value. both_given="said": beside an off on the same command
     line it is warned of, not refused. belongs_to=names: it is given for these, and goes with them.
-    none_words, aliases: further words for None, further names of the setting. switches={name: (on, off)}: a
-    further name that is true or false, and the two values of the setting that it stands for.
+    none_words, aliases, short: further words for None, further names of the setting, a letter for it.
+    switches={name: (on, off)}: a further name that is true or false, and the two values of the setting that
+    it stands for.
     """
     return field(default=default, metadata={"help": text, **roles})
 
@@ -155,7 +195,7 @@ class TrainConfig:
     max_completion_length: int = setting(400, "tokens a completion may have", inherited=True, in_card=True)
     micro_batch_tokens: int | None = setting(
         None,
-        "tokens (with padding) at once in the update: changes memory, not gradients (default: what fits)",
+        "tokens at once in the update: changes memory, not gradients (default: what fits)",
         inherited=True,
     )
     learning_rate: float = setting(5e-6, "peak learning rate of AdamW", in_card=True)
@@ -245,6 +285,9 @@ class TrainConfig:
         inherited=True,
     )
     seed: int = setting(42, "seeds problem order, draws and new models", inherited=True, in_card=True)
+    open: bool = setting(
+        False, "open report.html in the browser, when the first step is on it", resume="free"
+    )
     report_to: list[str] | None = setting(
         None, "trackers that get all of metrics.jsonl: tensorboard, wandb, ... (default: none)", resume="free"
     )
@@ -291,6 +334,15 @@ class TrainConfig:
         resume="free",
         goes_with="lora_r",
     )
+
+    usage = "%(prog)s [--config FILE.yaml] [--FIELD VALUE ...]"
+    answers_on_stdout = False
+
+    @property
+    def first_line(self):
+        """What a script prints at once, before it loads anything."""
+        page = Path(self.output_dir) / "report.html"
+        return f"training {self.model} on {self.dataset}; watch it in {page}"
 
     def __post_init__(self):
         words = {"true": "on", "false": "off"}  # as YAML and other trainers have it

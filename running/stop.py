@@ -6,6 +6,12 @@ import time
 
 from learning.parallel import max_over_processes
 
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")  # Windows lacks the last two
+HANGUP = getattr(signal, "SIGHUP", None)
+
+
+TIME_IS_OVER = 1024  # added to the signal that ends a run at its time limit: more than any signal
+
 
 class Stop:
     """Remembers that a signal came, or that the time is over; a second Ctrl-C leaves at once.
@@ -17,9 +23,9 @@ class Stop:
     def __init__(self, minutes=None):
         self.number, self.received_at = 0, 0.0
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
-        names = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup switches it off
-            names.append(signal.SIGHUP)
+        names = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+        if HANGUP in names and signal.getsignal(HANGUP) is signal.SIG_IGN:  # nohup switches it off
+            names.remove(HANGUP)
         self.handlers_before = {name: signal.signal(name, self._remember) for name in names}
 
     def restore(self):
@@ -33,9 +39,9 @@ class Stop:
             self.number, self.received_at = number, time.monotonic()
 
     def asked(self):
-        """The signal to stop for, 0 where there is none; SIGTERM when the time limit is reached."""
+        """The signal to stop for, 0 where there is none; SIGTERM + TIME_IS_OVER at the time limit."""
         is_over = self.end is not None and time.monotonic() >= self.end
-        return self.number or (int(signal.SIGTERM) if is_over else 0)
+        return self.number or (TIME_IS_OVER + int(signal.SIGTERM) if is_over else 0)
 
     def agreed(self):
         """The same on all processes, which must all call it: a signal may reach only one of them."""

@@ -7,7 +7,6 @@ OUT/runs/SEED/ARM/                run.json, run_config.yaml, metrics.jsonl, answ
 """
 
 import ast
-import fcntl
 import functools
 import hashlib
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from answers.user_files import code_of, user_files
 from errors import RunError, SettingError, one_line
 from reporting.files import sha256_of, write_whole
+from running.locks import hold
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDED = ("finished", "collapsed", "refused")
@@ -103,7 +103,7 @@ def code_files(configs=()):
 
     Found by reading: which of them are loaded depends on the machine.
     """
-    files = dict(_files_of_a_run())
+    files = dict(imported_files("grpo_train.py", "running/answering.py"))
     for config in configs:
         for _, named in code_of(config):
             for path in user_files(named):
@@ -112,15 +112,16 @@ def code_files(configs=()):
 
 
 @functools.cache
-def _files_of_a_run():
-    waiting, files = [ROOT / "grpo_train.py", ROOT / "running" / "answering.py"], {}
+def imported_files(*names):
+    """(file, sha256) of these files of the project and of all that they import, in a fixed order."""
+    waiting, files = [ROOT / name for name in names], {}
     while waiting:
         path = waiting.pop()
         name = path.relative_to(ROOT).as_posix()
         if name not in files:
             files[name] = sha256_of(path)
             waiting += _imported(path)
-    return files
+    return tuple(sorted(files.items()))
 
 
 def _imported(path):
@@ -207,13 +208,10 @@ def lock(study, seed):
     """A lock on a seed's start and runs, until it is closed; None where another process has it."""
     path = study.folder / "starts" / f".{seed}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(path)
     except BlockingIOError:
-        file.close()
         return None
-    return file
 
 
 def forget_weights(folder, patterns):

@@ -1,8 +1,12 @@
-"""The YAML file of a study: what it may hold, read and checked as a whole before anything is begun."""
+"""A study's command and its YAML file: what they may hold, read and checked as a whole before anything is
+begun. Loads no torch, so that --help and a mistake are answered at once.
+"""
 
 import dataclasses
 import json
 import math
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +14,12 @@ from answers.formats import answer_format_named
 from errors import SettingError
 from reporting.files import read_yaml
 from rewards import GRADINGS
-from running.parsing import checked_settings, combined, refuse_idle, settings_from_file
+from running import grpo_config, sft_config
+from running.parsing import checked_settings, combined, parse_config, refuse_idle, settings_from_file
 from running.settings import check, check_one_of, free_on_resume, setting
 from running.study import Study, code_files, code_hash
 
+WORKER = "GRPO_STUDY_WORKER"  # set in the processes that grpo_study.py starts, one for each card
 # What a study sets itself in each run
 OF_THE_STUDY = (
     "check fsdp hub_model_id hub_private max_wall_minutes model num_processes output_dir "
@@ -112,6 +118,49 @@ class StudyFile:
     verdict: dict | None = setting(
         None, "{controls: [arm, ..], averaging: arm}, for the words of the verdict"
     )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says beside the study's file."""
+
+    check: bool = setting(False, "print runs, minutes and gigabytes; make nothing that stays")
+    output_dir: str | None = setting(None, "the study's folder, instead of the file's own")
+    only_seeds: list[int] | None = setting(None, "run these seeds only: other machines run the others")
+    local: list[str] | None = setting(
+        None, "NAME=DIR ...: folders in the place of models and data sets that the file names"
+    )
+    resume_anyway: bool = setting(False, "go on although runs were made by other code, which is recorded")
+    stop_after: float | None = setting(
+        None, "minutes after which to save and stop, for jobs with a time limit"
+    )
+
+    usage = "%(prog)s STUDY.yaml [--FIELD VALUE ...]"
+
+    def __post_init__(self):
+        check(self, "stop_after", lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
+
+
+def parse(argv, doc=None):
+    """The study's file, which comes first, and the Options."""
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        remedy = "give the study's file first: python grpo_study.py configs/study_tiny.yaml"
+        raise SettingError("command line", " ".join(argv), remedy)
+    if argv[0] in ("-h", "--help"):
+        argv = ["", *argv]
+    path, *flags = argv
+    return path, parse_config(Options, flags, doc)
+
+
+def study_of_command(doc):
+    """The Study and the Options of the command line; loads no torch."""
+    path, options = parse(sys.argv[1:], doc)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SettingError("command line", "torchrun", "a study starts its processes itself: say python")
+    study = read_study(path, grpo_config.Config, sft_config.Config, sft_config.warm_start_settings, options)
+    if WORKER not in os.environ:
+        print(f"study: {len(study.configs)} arms, {len(study.seeds)} seeds, in {study.folder}", flush=True)
+    return study, options
 
 
 def read_study(path, train_config, start_config, start_settings, options):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from transformers import AutoModelForCausalLM, pipeline
 import grpo_eval
 import grpo_train
 import sft_train
+import solver
 from errors import DataError, RunError, SettingError
+from learning.models import load_tokenizer
+from problems.problem import Problem
 from problems.sources import load_problems
 from reporting import card
 from reporting.files import read_run_config
@@ -170,3 +174,32 @@ def test_an_adapter_over_a_base_of_this_machine_is_not_uploaded(tmp_path):
         card._stage(tmp_path / name, tmp_path / f"{name}_staged")
     assert (tmp_path / "hub_staged" / "adapter" / "adapter_config.json").exists()
     assert not (tmp_path / "here_staged" / "adapter").exists()
+
+
+def test_the_card_and_the_help_ask_the_tiny_model_what_it_can_read(trained, fault_start):
+    """They asked for the price of 14 pens: words of which its tokenizer knows two."""
+    tokenizer, asked = load_tokenizer("tiny"), card.KNOWN["arithmetic"]
+    assert f'"content": "{asked}"' in (trained / "README.md").read_text()
+    assert f'--ask "{asked}"' in grpo_eval.__doc__
+    assert f'"{asked}"' in solver.__doc__
+    assert grpo_eval.unreadable(tokenizer, [Problem(asked, "17")]) == []
+    unreadable = grpo_eval.unreadable(tokenizer, [Problem(card.ASKED, "42")])
+    assert unreadable == ["A", "pen", "costs", "dollars.", "much", "do", "cost?"]
+    assert grpo_eval.unreadable(load_tokenizer(str(fault_start / "model")), [Problem("☃", "")]) == []
+
+
+def test_a_question_that_the_model_cannot_read_is_answered_with_a_note(trained, monkeypatch, capsys):
+    words = [
+        "grpo_eval.py",
+        "--model",
+        str(trained),
+        "--ask",
+        "Ann sees 3 zebras",
+        "--max_completion_length",
+        "4",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    grpo_eval.main()
+    shown = capsys.readouterr()
+    assert "note: the model's tokenizer has no token for sees, zebras: it reads <unk> there" in shown.err
+    assert "note" not in shown.out

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import grpo_train
 from decoding.decoder import GroupDecoder
 from errors import DataError, RunError, SettingError, end_on_interrupt
+from running import parsing
 from running.parsing import parse_config, run_main
 from small_faults import settings_of
 from small_models import paid
@@ -191,15 +193,26 @@ def test_a_disk_that_cannot_be_written_to_any_more_ends_a_run_in_one_line(number
     assert f"out/metrics.jsonl: {os.strerror(number)}; go on with --resume true" in capsys.readouterr().err
 
 
+def test_a_warning_is_one_line_without_the_code_that_gives_it(monkeypatch):
+    """`/.../problems/prompts.py:341: UserWarning: eval_problems=100: ...`, and the line of code below it."""
+    monkeypatch.setattr(warnings, "formatwarning", None)
+    parsing.told(lambda: None)
+    line = warnings.formatwarning("be careful", UserWarning, str(ROOT / "problems" / "sources.py"), 3)
+    assert line == f"{Path(sys.argv[0]).name}: warning: be careful\n"
+    other = warnings.formatwarning("of torch", UserWarning, "/lib/torch/x.py", 3)
+    assert other == "/lib/torch/x.py:3: UserWarning: of torch\n"
+
+
 @pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py", "grpo_eval.py"])
 def test_ctrl_c_while_python_imports_is_one_line(script, tmp_path):
     """It was a traceback through torch. The torch of this Python presses Ctrl-C when it is imported."""
     (tmp_path / "torch.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGINT)\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, script, "--help"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        [sys.executable, script], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (130, f"{script}: stopped by SIGINT while it was loading\n")
+    assert done.stdout.count("\n") == 1, "something is said before torch is there"
 
 
 def test_ctrl_c_is_an_interrupt_again_when_a_script_has_begun(monkeypatch):

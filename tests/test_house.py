@@ -68,8 +68,27 @@ def test_what_needs_no_torch_loads_none(room):
     assert done.stdout.split() == []
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_nothing_needs_what_only_linux_has(file):
+    """On Windows `import fcntl` ended every run in a traceback, on a Mac /proc/meminfo ended --check."""
+    assert not {"fcntl", "resource", "termios", "pwd", "grp", "msvcrt"} & set(imported(file))
+    assert '"/proc' not in file.read_text(encoding="utf-8")
+
+
 def test_no_module_is_named_like_a_package_that_others_import():
     """`triton_kernels` of the project hid the package of that name, for which transformers and vLLM look."""
     taken = {*importlib.metadata.packages_distributions(), *sys.stdlib_module_names, "triton_kernels"}
     benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
     assert (set(map(room_of, FILES)) | benchmarks) & taken == set()
+
+
+@pytest.mark.parametrize("name", ["grpo_train", "sft_train", "grpo_eval", "grpo_study"])
+def test_what_a_script_has_read_early_keeps_its_name(name):
+    """An import below had the same name, and main() got the name of a data set for its settings."""
+    tree, bound = ast.parse((ROOT / f"{name}.py").read_text()), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.append(node.id)
+    assert bound.count("SETTINGS") == 1

@@ -410,6 +410,11 @@ def test_a_model_that_is_not_there_is_named_with_what_to_do(tokenizer, tmp_path)
         with pytest.raises(SettingError, match="give a directory or a hub id") as error:
             load_model(name, tokenizer, torch.float32, "cpu")
         assert name in str(error.value)
+        folder = "there is no such folder" if name.startswith("/") else "there is no folder of this name here"
+        assert folder in str(error.value)
+    (tmp_path / "begun").mkdir()
+    with pytest.raises(SettingError, match="begun': holds no config.json, and so no model"):
+        load_model(str(tmp_path / "begun"), tokenizer, torch.float32, "cpu")
 
 
 def edit(path, **values):

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tokenizers import normalizers
 import grpo_train
 import sft_train
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling
+from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from errors import SettingError
 from running import preflight
 from running.preflight import predicted_peak
@@ -27,7 +28,9 @@ def check(config, capsys):
 
 
 SAID = [
-    "batch_size: 2",
+    "findings (2):\n  pass rate 0.000: nothing is right",
+    "of the completions are cut off: --max_completion_length 12 is short",
+    "<|im_start|>assistant\\n'\n",
     "a completion ends on: ['<|endoftext|>', '<|im_end|>'] or after 12 tokens",
     "26 to train on, 4 held out, 0 skipped",
     "2 problems x 3 = 6 completions",
@@ -48,8 +51,61 @@ def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_
     printed = check(settings_of(fault_start, tmp_path / "out", eval_problems=4, eval_every=2), capsys)
     for words in SAID:
         assert words in printed, words
+    assert printed.startswith("findings")
+    assert "batch_size:" not in printed, "settings are asked for with -v"
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_settings_and_the_whole_prompt_are_shown_with_v(fault_start, tmp_path, capsys):
+    printed = check(settings_of(fault_start, tmp_path / "out", check=True, verbose=True), capsys)
+    assert printed.startswith("findings")
+    assert "\nbatch_size: 2\n" in printed
+    assert "\nthe first prompt:\n<|im_start|>system\nRespond in the following format" in printed
+
+
+def test_what_a_refused_check_has_found_is_shown_before_the_refusal(fault_start, tmp_path, capsys):
+    (tmp_path / "words.jsonl").write_text('{"question": "Who?", "answer": "<answer> no </answer>"}\n' * 3)
+    settings = dict(dataset=str(tmp_path / "words.jsonl"), learning_rate=0.0)
+    with pytest.raises(SettingError, match="no reference answer of this data is right"):
+        check(settings_of(fault_start, tmp_path / "out", **settings), capsys)
+    assert "findings (2):\n  every learning rate is 0" in capsys.readouterr().out
+
+
+def test_a_check_ends_when_its_minute_is_over(fault_start, tmp_path, capsys, monkeypatch):
+    """32 groups of long completions took a small machine hours, without a word on the pass rate."""
+    config, seen = settings_of(fault_start, tmp_path / "out"), []
+    whole, rollout = check(config, capsys), GroupDecoder.rollout
+
+    def watched(decoder, prompts, *given, **how):
+        seen.append(len(prompts))
+        if len(seen) == 3:
+            over = SimpleNamespace(monotonic=lambda: float("inf"))
+            monkeypatch.setattr(preflight, "time", over)
+        return rollout(decoder, prompts, *given, **how)
+
+    monkeypatch.setattr(GroupDecoder, "rollout", watched)
+    assert "30 of 30 earn 2.8" in whole
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "GOLD_SECONDS", 0)
+        printed = check(config, capsys)
+    assert seen == [1, 2, 4], "the time is over during the third part, which is left out"
+    assert "8 of 8 earn 2.8" in printed
+    assert "pass rate: 0.000 on 3 problems x 3" in printed
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "SECONDS", -1)
+    assert "the pass rate is not measured: 3 completions of 12 tokens" in check(config, capsys)
+
+
+def test_the_pass_rate_is_that_of_all_problems_at_once(llama, tokenizer, prompts):
+    decoder = GroupDecoder(llama, tokenizer)
+    config = grpo_train.Config(num_generations=3, max_completion_length=8)
+    problems = [SimpleNamespace(ids=ids) for ids in prompts]
+    uniforms = rollout_uniforms(config.seed, 0, 0, 15, 8)
+    rollout = decoder.rollout(prompts, Sampling(8, 3, 1.0), uniforms, interact=False)
+    in_parts = preflight._sampled_until(float("inf"), decoder, problems, config)
+    assert in_parts == decoder.completions(rollout)
+    assert decoder.interrupted is None
 
 
 def test_the_peak_is_that_of_a_trial_with_all_that_a_step_holds_at_full_length(

@@ -13,7 +13,7 @@ import grpo_train
 from decoding.rollout import Completion
 from errors import SettingError
 from problems.problem import EncodedProblem, Problem
-from running import evaluation
+from running import evaluation, sft_config
 from running.parsing import parse_config
 from running.progress import (
     Progress,
@@ -219,7 +219,7 @@ def test_an_arm_of_a_study_may_draw_by_pass_rate_and_none_ends_by_the_clock(tmp_
     text = (grpo_study.Path("configs") / "study_tiny.yaml").read_text()
     file = tmp_path / "study.yaml"
     options = grpo_study.Options(output_dir=str(tmp_path / "out"))
-    start = grpo_study.sft_train.Config, grpo_study.sft_train.warm_start_settings
+    start = sft_config.Config, sft_config.warm_start_settings
     file.write_text(
         text.replace("  - name: m3po\n", "  - name: m3po\n    settings: {problem_sampling: pass_rate}\n")
     )

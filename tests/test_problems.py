@@ -1002,3 +1002,20 @@ def test_what_is_set_and_no_prompt_reads_is_told(tokenizer):
         assert f"1 of {len(asked)} problems bring their own" in asking.remarks(tokenizer, encoded)[0]
         usual = dataclasses.replace(asking, system_prompt=ANSWER_FORMATS["xml"].system_prompt)
         assert not any("bring" in remark for remark in usual.remarks(tokenizer, encoded))
+
+
+def test_a_held_out_split_that_takes_most_of_the_data_is_warned_of():
+    """100 problems of 120 were held out by default, and 20 trained on, without a word."""
+    words = "eval_problems=100: 100 of 120 problems are held out, and only 20 are left to train on"
+    with pytest.warns(UserWarning, match=words):
+        split_held_out(numbered(120), 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split_held_out(numbered(120), 60)
+
+
+def test_a_local_data_set_that_is_not_there_is_called_that():
+    """A misspelt folder was looked for on the hub."""
+    for name in ("./my_data", "/no/such/folder", "a/b/c", "../problems"):
+        with pytest.raises(DataError, match="there is no such file or folder, and it is no hub id"):
+            load_problems(name)

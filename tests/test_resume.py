@@ -29,6 +29,7 @@ from running import checkpoint, evaluation, log, progress
 from running import folder as run_folder
 from running.checkpoint import checkpoints, damage
 from running.contract import data_fingerprint, finished_steps
+from running.launching import signals_to_hand_on
 from running.progress import Progress
 from running.settings import free_on_resume
 from running.stop import Stop
@@ -524,10 +525,35 @@ def test_a_signal_in_an_extra_rollout_does_not_wait_for_the_step_which_is_done_a
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_the_time_limit_stops_as_a_signal_does(start, tmp_path):
+def test_the_time_limit_stops_as_a_signal_does(start, tmp_path, capsys):
+    """It said that SIGTERM had stopped the run, which nobody had sent."""
     with pytest.raises(SystemExit) as left:
         grpo_train.train(settings_of(start, tmp_path / "out", stop_after=1e-6))
     assert left.value.code == 143
+    said = capsys.readouterr().out
+    assert "stopped, since the time of stop_after=1e-06 minutes is over: nothing new to save; go on" in said
+    assert "SIGTERM" not in said
+    grpo_train.train(settings_of(start, tmp_path / "out", num_steps=1, eval_every=0))  # 0 steps are no run
+    assert not (tmp_path / "out" / "finished.json").read_text().startswith('{"step": 0')
+
+
+def test_a_run_needs_no_signal_and_no_folder_handle_that_windows_lacks(start, tmp_path, monkeypatch):
+    """Simulated: there was no Windows to try it on."""
+    for name in ("SIGHUP", "SIGUSR1", "SIGQUIT"):
+        monkeypatch.delattr(signal, name)
+    monkeypatch.setattr("running.stop.HANGUP", None)
+    monkeypatch.setattr("running.checkpoint.SYNCS_FOLDERS", False)
+    opened = os.open
+
+    def as_on_windows(path, flags, *given, **how):
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *given, **how)
+
+    monkeypatch.setattr(os, "open", as_on_windows)
+    grpo_train.train(settings_of(start, tmp_path / "out", save_every=1, num_steps=2, outer_iterations=1))
+    assert (tmp_path / "out" / "checkpoint-2" / "manifest.json").exists()
+    assert signals_to_hand_on() == ["SIGTERM", "SIGINT"]
 
 
 def test_nothing_is_done_where_nothing_is_left(start, uninterrupted, capsys):
@@ -890,7 +916,7 @@ def test_a_save_leaves_no_weights_of_another_in_its_place(start, tokenizer, tmp_
 
 
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
-def test_the_start_is_the_best_until_something_is_better(script, start, tmp_path, monkeypatch):
+def test_the_start_is_the_best_until_something_is_better(script, start, tmp_path, monkeypatch, capsys):
     """There was no best/ at all where nothing was better; of a supervised run it was the first evaluated."""
     accuracies = iter([0.5, 0.4, 0.5])
     accuracy = lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 4}  # noqa: E731
@@ -906,6 +932,38 @@ def test_the_start_is_the_best_until_something_is_better(script, start, tmp_path
     script.train(config)
     best, model = (load_file(f / "model.safetensors") for f in (tmp_path / "out" / "best", start / "model"))
     assert all(torch.equal(tensor, best[name]) for name, tensor in model.items())
+    assert json.loads((tmp_path / "out" / "best" / "best.json").read_text()) == START_IS_BEST
+    said = capsys.readouterr().out
+    kept = f"held-out accuracy 0.500 after step 0, kept in {tmp_path / 'out' / 'best'}\n"
+    assert said.count(f"best so far: {kept}") == said.count(f"best: {kept}") == 1
+
+
+START_IS_BEST = {"step": 0, "eval_accuracy": 0.5}
+
+
+@pytest.mark.parametrize("left", ["run_config.yaml", "metrics.jsonl", "rollouts.jsonl", "best"])
+def test_a_folder_of_0_steps_is_no_run(left, start, tmp_path):
+    """A run that was killed before its first step, and had to be overwritten or gone on with."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run_config.yaml").write_text("num_steps: 3\n")
+    if left == "best":
+        shutil.copytree(start / "model", out / "best")
+        (out / "metrics.jsonl").write_text('{"step": 1, "rew')
+    elif left != "run_config.yaml":
+        (out / left).write_text("")
+    grpo_train.train(settings_of(start, out, num_steps=1, outer_iterations=1, eval_every=0))
+    assert (out / "finished.json").exists()
+    assert not (out / "best").exists()
+
+
+def test_a_model_among_what_a_run_of_0_steps_left_is_not_cleared_away(start, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(start / "model", out / "best")
+    (out / "run_config.yaml").write_text("num_steps: 3\n")
+    with pytest.raises(SettingError, match="model=.*of the run in .* that would be overwritten"):
+        grpo_train.train(settings_of(start, out, model=str(out / "best"), eval_every=0))
+    assert (out / "best" / "config.json").exists()
 
 
 def test_a_used_folder_without_resume_is_refused(start, uninterrupted):

@@ -1165,3 +1165,22 @@ def test_a_format_that_is_not_there_is_one_line(spec, words):
     for make in (grpo_train.Config, lambda **given: grpo_eval.Config(model="tiny", **given)):
         with pytest.raises(SettingError, match=words):
             make(answer_format=spec)
+
+
+def test_an_error_in_a_reward_is_told_with_file_and_line_of_the_user_s_code(tmp_path, monkeypatch):
+    """`KeyError: 'gold'` for 84 completions, and a file of 300 lines to look through."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper.py").write_text("import json\n\n\ndef parse(text):\n    return json.loads(text)\n")
+    code = "import importlib.util\nspec = importlib.util.spec_from_file_location('helper', 'helper.py')\n"
+    code += "helper = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(helper)\n\n\n"
+    code += "def f(completions, **kwargs):\n    return [helper.parse(c) for c in completions]\n\n\n"
+    code += "async def g(completions, **kwargs):\n    return [0.0, {}['gold']]\n"
+    (tmp_path / "mine.py").write_text(code)
+    places = {"f": r"JSONDecodeError: .* \(helper.py line 5\)", "g": r"KeyError: 'gold' \(mine.py line 12\)"}
+    for name, words in places.items():
+        with pytest.raises(RewardError, match=f"{words} for 2 completions"):
+            paid([load_reward(f"{tmp_path}/mine.py:{name}")], [None] * 2, ["a", "b"])
+    for text, line in {"import json\njson.loads('')\n": 2, "def f(:\n": 1, "\n\nimport nope\n": 3}.items():
+        (tmp_path / "broken.py").write_text(text)
+        with pytest.raises(ValueError, match=rf"broken.py does not import: .* \(broken.py line {line}\)$"):
+            load_reward("broken.py:f")

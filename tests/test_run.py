@@ -1,7 +1,9 @@
 """A run: which problems come next, evaluation on the way, and stopping."""
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +13,19 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 import grpo_train
+import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
 from errors import DataError, SettingError, Stopped
 from problems.problem import EncodedProblem, Problem
 from problems.sources import GIVEN, load_problems
+from reporting.files import read_run_config
 from running.evaluation import held_out_accuracy
 from running.launching import PARENT, seconds_since_start
+from running.log import MetricsLog, step_line
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
+from small_faults import settings_of
 from small_recipes import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,3 +208,77 @@ def test_the_clock_of_a_run_began_with_the_launcher_that_started_it(monkeypatch)
     alone = seconds_since_start()
     monkeypatch.setenv(PARENT, str(os.getppid()))
     assert seconds_since_start() > alone > 0
+
+
+LONGEST = {"step": 1234567, "reward": -1.234e-05, "correct": 0.123456, "eval_accuracy": 0.123456}
+LONGEST |= {"skipped": "every completion was cut off and masked", "frac_reward_zero_std": 0.5, "kl": -1.2e-15}
+LONGEST |= {"completion_length": 12345.6, "step_seconds": 12345.6, "grad_norm": 1.234e-08, "entropy": 1.2e-7}
+
+
+@pytest.mark.parametrize("shown", [grpo_train.SHOWN, sft_train.SHOWN])
+def test_the_line_of_a_step_is_short_and_says_first_what_matters_most(shown):
+    """A GRPO line had up to 170 characters, and wrapped in every terminal."""
+    metrics = LONGEST | {"loss": -1.234e-05, "learning_rate": 1.234e-05}
+    names = list(shown)
+    for count in range(len(names) + 1):
+        line = step_line({name: metrics[name] for name in ("step", *names[:count])}, shown)
+        assert len(line) <= 100
+    assert line.startswith("step 1234567  ")
+    assert "SKIPPED: every completion was cut off and masked" in line
+    typical = dict(step=123, reward=1.69, correct=0.445, frac_reward_zero_std=0.03, completion_length=28.6)
+    typical |= dict(
+        step_seconds=0.65, kl=0.0123, grad_norm=0.113, entropy=0.0569, loss=0.03, learning_rate=1e-5
+    )
+    shown_parts = step_line({n: typical[n] for n in ("step", *(n for n in names if n in typical))}, shown)
+    assert shown_parts.count("  ") == len([name for name in names if name in typical]), "none is left out"
+    last = dict(step=123, reward=1.69, skipped=LONGEST["skipped"], eval_accuracy=0.5)
+    assert "held-out 0.500" in step_line(last, shown)
+    assert "  reward nan" in step_line({"step": 1, "reward": None}, grpo_train.SHOWN)
+
+
+def test_supervised_steps_are_a_bar_or_in_a_file_ten_lines(warm, tmp_path, capsys, monkeypatch):
+    """The warm start printed 400 lines, a step each, before the first of GRPO."""
+    monkeypatch.setattr(MetricsLog, "draw", lambda log: None)
+    settings = read_run_config(warm) | dict(num_steps=25, limit=32, eval_problems=4, eval_every=20)
+    settings = {name: settings[name] for name in sft_train.Config.__dataclass_fields__}
+    settings |= dict(batch_size=2, output_dir=str(tmp_path / "a"))
+    sft_train.train(sft_train.Config(**settings))
+    said = capsys.readouterr().out.split("\n")
+    steps = [int(line.split()[1]) for line in said if line.startswith("step ")]
+    assert steps == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
+    assert said[-2] == f"its page: {tmp_path / 'a' / 'report.html'}"
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    sft_train.train(sft_train.Config(**settings | dict(output_dir=str(tmp_path / "b"))))
+    said = capsys.readouterr().out.split("\n")
+    assert [line.split()[1] for line in said if line.startswith("step ")] == ["20", "25"], "evaluations only"
+    assert "supervised: 100%" in terminal.getvalue()
+    assert "25/25" in terminal.getvalue()
+
+
+def test_report_html_is_opened_once_where_it_is_asked_for(fault_start, tmp_path, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or False)
+    grpo_train.train(settings_of(fault_start, tmp_path / "a", open=True))
+    page = tmp_path / "a" / "report.html"
+    assert opened == [page.as_uri()]
+    assert page.exists()
+    said = capsys.readouterr().out
+    assert f"open: there is no browser here; look at {page}" in said
+    assert said.rstrip().endswith(f"its page: {page}")
+    grpo_train.train(settings_of(fault_start, tmp_path / "a", open=True, resume=True))
+    assert opened == [page.as_uri()] * 2, "a finished run is looked at, too"
+    assert str(page) in capsys.readouterr().out
+    grpo_train.train(settings_of(fault_start, tmp_path / "b", num_steps=1))
+    assert len(opened) == 2
+
+
+def test_the_end_by_max_minutes_is_said(fault_start, tmp_path, capsys):
+    grpo_train.train(settings_of(fault_start, tmp_path / "out", max_minutes=1e-9))
+    assert "max_minutes=1e-09 of training are over: the run ends" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Settings: flags, YAML, what a field says of itself, one line for a mistake."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,14 +18,14 @@ from problems.prompts import template_kwargs
 from problems.sources import load_problems
 from reporting import page
 from running.parsing import REFUSED, combined, parse_config, run_main, settings_from_file
-from running.settings import TrainConfig, free_on_resume, names_with, resolved
+from running.settings import FIRST, TrainConfig, free_on_resume, names_with, resolved
 
 ROOT = Path(__file__).resolve().parents[1]
 
 FREE = """output_dir overwrite_output_dir resume resume_anyway save_every keep_checkpoints stop_after
     max_minutes max_wall_minutes report_to project run_name push_to_hub hub_model_id hub_private
     save_adapter num_processes versions commit log_groups eval_every inspect_every reward_timeout
-    warn_after check""".split()
+    warn_after check verbose open warm_start_cache""".split()
 
 NEVER = "model lora_r lora_target_modules load_in_4bit optimizer".split()
 
@@ -38,8 +39,9 @@ RECIPE = """answer_format reward_set reward batch_size num_generations max_compl
     learning_rate lr_scheduler_type optimizer loss_type beta epsilon mu m3po_lambda m3po_temperature
     m3po_similarity lora_r lora_alpha load_in_4bit num_epochs seed""".split()
 
-OF_GRPO_ALONE = """log_groups inspect_every reward_timeout warn_after check reward_set reward num_generations
-    temperature loss_type beta epsilon mu m3po_lambda m3po_temperature m3po_similarity""".split()
+OF_GRPO_ALONE = """log_groups inspect_every reward_timeout warn_after check verbose warm_start_cache
+    reward_set reward num_generations temperature loss_type beta epsilon mu m3po_lambda m3po_temperature
+    m3po_similarity""".split()
 
 
 def test_the_fields_say_who_may_change_inherits_and_shows_them():
@@ -56,6 +58,73 @@ def test_a_supervised_run_s_fields_say_the_same_where_they_have_another_default(
     assert set(names_with(sft_train.Config, "resume", "never")) == set(NEVER)
     assert set(names_with(sft_train.Config, "inherited")) == set(INHERITED)
     assert set(names_with(sft_train.Config, "in_card")) == set(RECIPE) - left_out
+
+
+SCRIPTS = {
+    "grpo_train.py": ["--lerning_rate 1", "did you mean learning_rate?"],
+    "sft_train.py": ["--confg x.yaml", "did you mean config?"],
+    "grpo_eval.py": ["--num_samples 0", "num_samples=0: must be at least 1"],
+    "grpo_study.py": ["configs/study_tiny.yaml --only_seed 3", "did you mean only_seeds?"],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_a_mistake_are_answered_before_torch_is_imported(script, tmp_path):
+    """They took four seconds of CPU, for an import that neither needs."""
+    for name in ("torch", "transformers", "accelerate", "datasets"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    flags, words = SCRIPTS[script]
+
+    def run(flags):
+        how = dict(cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        return subprocess.run([sys.executable, script, *flags.split()], **how)
+
+    shown, mistyped = run("--help"), run(flags)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"usage: {script} ")
+    assert mistyped.returncode == 2
+    assert words in mistyped.stderr
+
+
+def help_of(config_class, monkeypatch, capsys):
+    """--help, one line an entry: {flag: its line}, and its whole text."""
+    monkeypatch.setenv("COLUMNS", "5000")
+    with pytest.raises(SystemExit):
+        parse_config(config_class, ["--help"])
+    text = capsys.readouterr().out
+    entries = re.findall(r"^  (?:-\w(?: \S+)?, )?--(\w+)(.*(?:\n {8}.*)?)$", text, re.M)
+    assert len(dict(entries)) == len(entries), "no setting twice"
+    return dict(entries), text
+
+
+@pytest.mark.parametrize("config_class", [Config, sft_train.Config, grpo_eval.Config])
+def test_help_shows_each_setting_once_with_one_default_in_its_group(config_class, monkeypatch, capsys):
+    """It showed 346 lines in the order of the code, `(default: epsilon) (default: None)` among them."""
+    entries, text = help_of(config_class, monkeypatch, capsys)
+    fields = config_class.__dataclass_fields__
+    assert entries.keys() == {*fields, "config", "help"}
+    for name, field in fields.items():
+        text_of_it = field.metadata["help"]
+        tells = "default" in text_of_it
+        assert entries[name].endswith(text_of_it) if tells else entries[name].count("(default") <= 1, name
+    assert not re.search(r"--\w+-\w|--no_|None|default: True", text)
+    used = [title for title, names in config_class.help_groups if fields.keys() & set(names.split())]
+    titles = [line.strip()[:-1] for line in text.split("\n") if re.match(r"\S.*:$", line)]
+    assert titles == ["options", *used, "this command"]
+    assert all(set(names.split()) <= HELPED for _, names in config_class.help_groups)
+    ten = text.partition(FIRST)[2].partition("\n\n")[0]
+    assert ten.count("\n  --") == 10
+
+
+HELPED = {*Config.__dataclass_fields__, *sft_train.Config.__dataclass_fields__}
+HELPED |= {*grpo_eval.Config.__dataclass_fields__}
+OF_THE_COMMAND = {"check", "verbose", "open", "trust_remote_code"}
+
+
+def test_every_setting_of_training_has_a_group_of_help():
+    grouped = {name for _, names in Config.help_groups for name in names.split()}
+    assert Config.__dataclass_fields__.keys() - grouped <= OF_THE_COMMAND
 
 
 def test_the_page_shows_settings_that_exist():

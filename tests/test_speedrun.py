@@ -38,14 +38,16 @@ def test_the_curve_is_over_the_minutes_of_the_clock(speedrun):
 
 
 def test_a_run_whose_first_step_has_nothing_right_is_stopped(speedrun, tmp_path):
-    """Only a GRPO step shows `correct`: the supervised steps before it do not count."""
-    program = (
-        "print('step 1  loss 0.5  grad 1'); print('step 1  reward 0.2  correct {}  length 9', flush=True); "
-    )
+    """The supervised steps before it do not count, nor what its line rounds to 0."""
+    program = "print('step 1  loss 0.5'); print('step 1  reward 0.2  right 0.00', flush=True); "
     program += "import time; time.sleep({})"
+    (tmp_path / "metrics.jsonl").write_text('{"correct": 0.0}\n')
     with pytest.raises(SystemExit, match="the pass rate after the warm start is 0, and GRPO has nothing"):
-        speedrun.run_by_the_clock(["-c", program.format(0, 600)], tmp_path / "log")
-    status, seconds, moments = speedrun.run_by_the_clock(["-c", program.format(0.125, 0)], tmp_path / "log")
+        speedrun.run_by_the_clock(["-c", program.format(600)], tmp_path / "log", tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"correct": 0.002}\n')
+    status, seconds, moments = speedrun.run_by_the_clock(
+        ["-c", program.format(0)], tmp_path / "log", tmp_path
+    )
     assert status == 0
     assert 0 < moments[1] <= seconds
 
@@ -112,7 +114,7 @@ def test_every_variation_is_a_recipe_and_differs_from_the_first(tune, tmp_path):
     for name, settings in tune.SETTINGS.items():
         given = {key: value for key, value in settings.items() if key != "start"}
         config = tune.config_of(tune_options(tmp_path), given)
-        start = tune.sft_train.warm_start_settings(config)
+        start = tune.warm_start_settings(config)
         changed = settings.get("start", {})
         steps = dict(num_steps=None) if "num_epochs" in changed else {}
         start = tune.dataclasses.replace(start, **steps, **changed)
@@ -186,9 +188,11 @@ def test_the_study_has_the_recipe_and_the_two_ways_to_draw(sampling, tmp_path):
     args = SimpleNamespace(recipe="configs/speedrun.yaml", model="m", steps=40, every=20, work=tmp_path)
     args.seeds, args.settings = [1, 2], settings
     assert sampling.write_study(args, tmp_path / "data") == [0, 20, 40]
-    from grpo_study import Options, read_study, sft_train
+    from grpo_study import Options
+    from running import sft_config
+    from running.study_file import read_study
 
-    start = sft_train.Config, sft_train.warm_start_settings
+    start = sft_config.Config, sft_config.warm_start_settings
     study = read_study(tmp_path / "study.yaml", grpo_train.Config, *start, Options(output_dir=str(tmp_path)))
     one, other = study.configs["uniform"], study.configs["pass_rate"]
     assert (one.batch_size, one.problem_sampling, one.learning_rate) == (16, "uniform", 2e-6)
@@ -357,7 +361,9 @@ def test_the_peer_does_the_same_work_with_generate(small_recipe):
 
 @pytest.mark.slow
 def test_variations_and_pass_rates_are_tried_on_held_out_questions(small_recipe):
-    words = "--minutes 0.6 --setup 18 --only recipe pass-rate --seed 1 --questions 16".split()
+    warm = small_recipe / "warm.yaml"
+    warm.write_text(warm.read_text().replace("num_steps: 100", "num_steps: 10"))
+    words = "--minutes 0.6 --setup 10 --only recipe pass-rate --seed 1 --questions 16".split()
     found = benchmark("speedrun_tune.py", small_recipe, *words)
     assert found["all", "configurations_tried"] == 2
     assert {case for case, metric in found if metric == "mean8"} == {"recipe", "pass-rate"}

@@ -21,7 +21,7 @@ import grpo_train
 import sft_train
 from decoding.rollout import Completion
 from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError
-from grpo_study import Bench, Options, main, make_all, parse
+from grpo_study import Bench, main, make_all
 from learning.log_probs import make_scorer
 from learning.models import load_models, load_tokenizer
 from reporting.files import write_whole
@@ -30,7 +30,7 @@ from running.loaded import Loaded
 from running.parsing import parse_config, settings_from_file
 from running.stop import Stop
 from running.study import begin, code_files, code_hash, lock, read_note
-from running.study_file import read_study
+from running.study_file import Options, parse, read_study
 from small_runs import ROOT, command, lines, without_times
 
 START = sft_train.Config, sft_train.warm_start_settings

@@ -1,0 +1,60 @@
+"""Which device computes. There is no Mac here: its GPU is simulated."""
+
+import pytest
+import torch
+
+from learning import device
+from learning.precision import compute_dtype
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """choose_device(), asked anew, on a machine with mps and without CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    return device.choose_device.__wrapped__
+
+
+def test_an_mps_that_does_not_work_is_left_for_the_cpu_in_one_line(chosen, capsys):
+    """This machine has none: the first tensor that is moved there raises."""
+    assert chosen() == torch.device("cpu")
+    said = capsys.readouterr().out
+    assert said.startswith("mps does not pass the self-test (")
+    assert said.endswith("): the CPU computes\n")
+    assert said.count("\n") == 1
+
+
+def test_an_mps_that_passes_the_self_test_computes_in_float32(chosen, monkeypatch, capsys):
+    monkeypatch.setattr(device, "fault_of", lambda given: None)
+    assert chosen() == torch.device("mps")
+    assert compute_dtype("bf16", chosen()) == torch.float32
+    assert capsys.readouterr().out == ""
+
+
+def test_without_mps_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(device, "fault_of", None)
+    assert device.choose_device.__wrapped__() == torch.device("cpu")
+
+
+def test_the_self_test_passes_what_computes_as_the_cpu_and_names_what_does_not(monkeypatch):
+    cpu, tried = torch.device("cpu"), device._tried
+    state = torch.get_rng_state()
+    assert device.fault_of(cpu) is None
+    assert torch.equal(state, torch.get_rng_state())
+    other, calls = tried(cpu), []
+
+    def differs(name):
+        def on(given):
+            calls.append(name)
+            values = {key: value.clone() for key, value in other.items()}
+            values[name] += 0.01 * (len(calls) % 2)
+            return values
+
+        return on
+
+    assert set(other) == {"tokens", "log-probs", "weights of M3PO", "gradients"}
+    for name in other:
+        monkeypatch.setattr(device, "_tried", differs(name))
+        assert device.fault_of(cpu) == f"other {name} than on the CPU"
