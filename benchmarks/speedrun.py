@@ -63,6 +63,7 @@ def train(args, seed, out):
     """The timed run of a seed; returns what is noted of it. One that is whole is not made again."""
     how = dict(config=args.recipe, model=args.model, dataset=args.data, seed=seed, output_dir=out)
     how |= dict(overwrite_output_dir="true", max_wall_minutes=args.minutes - args.saving / 60)
+    how |= dict(warm_start_cache="none")  # it belongs to the clock
     words = ["grpo_train.py", *flags(how), *args.train_flags]
     return once(words, out, args, recipe_lines(args))
 
