@@ -4,10 +4,10 @@
     python grpo_eval.py --model DIR --dataset gsm8k --limit 200 --num_samples 4
     python grpo_eval.py --ask "Ann has 12 pens and gets 5 more. How many pens does Ann have now?"
 
-Writes eval_runs/<name>/report.json, samples.jsonl, curves.svg and .png, and prints a table. With --json, or
-where it prints into a pipe or a file, the last line is the report as one JSON object. Until the report is
-there the folder holds the answers so far, a line a question, and the same command with the same --name goes
-on from them.
+Writes eval_runs/<name>/report.html, report.json, samples.jsonl, curves.svg and .png, and prints a table.
+With --json, or where it prints into a pipe or a file, the last line is the report as one JSON object. Until
+the report is there the folder holds the answers so far, a line a question, and the same command with the same
+--name goes on from them.
 """
 
 from errors import end_on_interrupt
@@ -49,7 +49,14 @@ from problems.prompts import (
     template_kwargs,
 )
 from problems.sources import COLUMNS, EXTRA
-from reporting.comparison import Side, compare, compare_two, write_comparison
+from reporting.comparison import (
+    Side,
+    compare_sides,
+    compare_two,
+    sides_of,
+    write_comparison,
+    write_comparison_page,
+)
 from reporting.evaluation import forget_answers, skipped_record, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
@@ -332,6 +339,7 @@ def asked_of(question, by):
         "doc_id": problem.id,
         "prompt_hash": prompt_hash(question),
         "prompt": question.prompt,
+        "question": problem.question,
         "target": problem.answer,
         "subject": problem.subject,
         "level": problem.level,
@@ -484,12 +492,15 @@ def question_column(problem, config):
 
 def compare_evaluations(config):
     """`--compare`: print what changed, keep it and draw it."""
-    text, results = compare(config.compare)
+    sides = sides_of(config.compare)
+    text, results = compare_sides(sides)
     folder = Path(config.output_dir)
     make_folder(folder)
     name = write_comparison(results, folder, config.name)
     print(text)
     or_warn(draw_comparison, results, folder, name)
+    or_warn(write_comparison_page, sides, results, folder, name)
+    print(f"every question with its answers: {folder / name}.html")
     print(f"kept in {folder / name}.json")
     print(f"drawn in {folder / name}.svg and .png")
     print_json(results, config)

@@ -46,13 +46,13 @@ from rewards import (
 )
 from running import preflight
 from running.contract import inputs_of
-from running.evaluation import held_out_accuracy
+from running.evaluation import first_pass, held_out_accuracy
 from running.grpo_config import Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
 from running.parsing import run_main
-from running.progress import next_problems, steps_to_do, trainer_state
+from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
 from running.run import Run
 from running.strangers import hear_strangers
 from sft_train import warm_start
@@ -120,6 +120,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
         with together():  # where one process cannot load them, all end with its line
             tokenizer, (problems, held_out, skipped) = loaded.read(config, start, problems)
             check_rewards(config, reward_functions, problems[0].problem)
+            check_draws(config, len(problems))
             policy, sampler, reference = loaded.load(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
             check_positions(policy, problems + held_out, config)
@@ -134,6 +135,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
         hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped)
+        first_pass(run, decoder, problems)  # with problem_sampling pass_rate; sampled from the start, too
         if study:
             study.ask(run, decoder)  # before the first step, or what a stopped run had still to ask
 
@@ -144,7 +146,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
 
             # 2. Sample G completions for each of B problems; with M3PO paths interact while they think.
             with run.timed("rollout_seconds"):
-                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass
+                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass, or by pass rate
                 sampled = sample(run, decoder, batch, step)
 
             # 3. Score them, and compare each with its group; silent groups give way to fresh problems.
@@ -174,7 +176,9 @@ def train(config, reward_functions=None, dataset=None, study=None):
                 **replaced,
                 **update_metrics,
                 **speed_metrics(run, sampled.rollout),
+                **listening_metrics(config, sampled, right, inspection),
             }
+            metrics |= note_pass_rates(run, problems, sampled, right)
             metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
             run.finish_step(metrics, sampled.batch)  # evaluates, writes checkpoints, ends when it is time
@@ -299,6 +303,7 @@ class Sampled:
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
+    left_out: list = field(default_factory=list)  # (problem, texts) of groups that gave way to others
     trainer_state: object = None  # what reward functions are told of the run, as TRL does
     logged: RewardLog = field(default_factory=lambda: RewardLog([]))  # what they log
 
@@ -316,7 +321,8 @@ class Sampled:
 
     def take_groups(self, groups, other, pad_id):
         """Replace some groups by those of another, in its order."""
-        G = self.rollout.num_generations
+        G, texts = self.rollout.num_generations, self.texts
+        self.left_out += [(self.problems[group], texts[group * G : (group + 1) * G]) for group in groups]
         self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
         columns = [(self.completions, other.completions), (self.rewards, other.rewards)]
         columns += [(self.parts[name], other.parts[name]) for name in self.parts]
@@ -595,11 +601,35 @@ def rollout_metrics(run, sampled, right, rewards, gate=None):
     return metrics
 
 
+def listening_metrics(config, sampled, right, effect):
+    """What listening did to the group that was read again, explained in docs/metrics.md; {} in other steps.
+
+    `right`: the verdicts of the sampled completions. Sets the effect's own.
+    """
+    if effect is None or not effect.completions:
+        return {}
+    texts, answers = [c.text for c in effect.completions], sampled.references[: len(effect.completions)]
+    effect.right = right_answers(texts, answers, config.answer_format, config.grading)
+    changed = [
+        token != other
+        for completion, alone in zip(sampled.completions, effect.alone, strict=False)
+        for token, other in zip(completion.ids, alone, strict=True)
+    ]
+    verdicts = [(bool(now), bool(alone)) for now, alone in zip(right, effect.right, strict=False)]
+    return {
+        "listening_tokens": len(changed),
+        "listening_changed_tokens": sum(changed),
+        "listening_became_right": verdicts.count((True, False)),
+        "listening_became_wrong": verdicts.count((False, True)),
+    }
+
+
 def logged_metrics(sampled, metrics):
     """What reward functions have logged by log_metric: means over their calls, of all processes."""
     gathered = gather_object([sampled.logged.metrics])
     names = sorted({name for one in gathered for name in one})
-    own = [name for name in names if name in metrics or name.startswith("eval_") or name in OF_THE_RUN]
+    taken = {*metrics, *OF_THE_RUN}
+    own = [name for name in names if name in taken or name.startswith(("eval_", "listening_"))]
     if own:
         raise RewardError(f"log_metric({own[0]!r}): the run has a metric of this name; choose another")
     return {name: statistics.fmean(v for one in gathered for v in one.get(name, ())) for name in names}

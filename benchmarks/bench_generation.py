@@ -1,19 +1,22 @@
 """Rollouts against their peers and against the memory floor, on one card and in one run; on a machine without
 one, against `generate` on the CPU.
 
-    python benchmarks/bench_generation.py [--model DIR --data FOLDER] [--peers false]
+    python benchmarks/bench_generation.py [--model DIR --data FOLDER] [--peers false] [--vllm true]
 
 On a GPU: random weights at real sizes, prompts of 128 tokens, 256 new ones, temperature 1, bf16; the card's
 own copy and matrix rates give the floor. `--model` and `--data` (a folder with test.jsonl) add the evaluation
 of a real model. The tokenizer's first id is EOS and a draw of 0 picks the first id: that is how a row is made
-to end at a length given beforehand, without a change to the decoder. On the CPU: the embedded model, and
-`--model` where it is given, in float32.
+to end at a length given beforehand, without a change to the decoder. `--vllm true` has vLLM do the same work
+(bench_vllm.py), once in the trainer's process and once in its default mode, an engine process; the better of
+the two is its best mode. On the CPU: the embedded model, and `--model` where it is given, in float32.
 """
 
 import argparse
 import gc
+import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -180,13 +183,19 @@ def peers_case(name, model, ids, G, emit):
     emit(name, "continuous_batching_tokens_per_s", len(repeated) * T / seconds, "tokens/s")
 
 
+def drawn_lengths(rows, limit, generator=None):
+    """Lengths like those of GSM8K's completions, (rows,)."""
+    generator = generator or torch.Generator().manual_seed(2)
+    return torch.exp(4.670 + 0.628 * torch.randn(rows, generator=generator)).round().clamp(1, limit).long()
+
+
 def lengths_case(name, decoder, prompts, G, emit):
     """Rows that end like GSM8K's completions: log-normal lengths of mean 130 and 95th percentile 300, cut at
     400.
     """
     rows, limit = prompts * G, 400
     generator = torch.Generator().manual_seed(2)
-    lengths = torch.exp(4.670 + 0.628 * torch.randn(rows, generator=generator)).round().clamp(1, limit).long()
+    lengths = drawn_lengths(rows, limit, generator)
     asked = torch.randint(1, REAL, (prompts, P), generator=generator).tolist()
     sampling, equal = Sampling(limit, G, 1.0), Sampling(130, G, 1.0)
     uniforms = rollout_uniforms(0, 0, 0, rows, limit).clamp(min=1e-3)
@@ -202,12 +211,17 @@ def lengths_case(name, decoder, prompts, G, emit):
         emit(name, f"useful_share{suffix}", int(lengths.sum()) / seconds / (rows * 130 / same), "")
 
 
-def gsm8k_case(name, folder, data, emit):
+def gsm8k_prompts(folder, data):
+    """A model's tokenizer, and the prompts of the test split, as ids."""
     tokenizer, xml = load_tokenizer(folder), ANSWER_FORMATS["xml"]
-    model = load_model(folder, tokenizer, torch.bfloat16, torch.device("cuda")).eval()
     asked, _ = Prompting("xml", xml.system_prompt).encode(tokenizer, load_problems(data, "test"), 512)
-    decoder = GroupDecoder(model, tokenizer)
-    prompts, greedy = [p.ids for p in asked], Sampling(300)
+    return tokenizer, [p.ids for p in asked]
+
+
+def gsm8k_case(name, folder, data, emit):
+    tokenizer, prompts = gsm8k_prompts(folder, data)
+    model = load_model(folder, tokenizer, torch.bfloat16, torch.device("cuda")).eval()
+    decoder, greedy = GroupDecoder(model, tokenizer), Sampling(300)
     started = time.perf_counter()
     decoder.complete(prompts[:600], greedy)
     first = time.perf_counter() - started
@@ -296,6 +310,36 @@ def gpu_cases(args, emit):
         del decoder
     if args.model:
         gsm8k_case("gsm8k-test", args.model, args.data, emit)
+    if args.vllm == "true":
+        gc.collect()
+        torch.cuda.empty_cache()
+        for case in ("1.5b-8x8", "0.5b-64x8", *(["gsm8k-test"] if args.model else [])):
+            vllm_case(case, args, emit)
+
+
+def vllm_case(case, args, emit):
+    """What vLLM makes of a case in each of its modes, and of each number the better mode's.
+
+    A mode that fails says why in its own words, and the other one counts.
+    """
+    script, found = Path(__file__).with_name("bench_vllm.py"), {}
+    for mode in ("in_process", "engine_process"):
+        words = [sys.executable, str(script), "--case", case, "--mode", mode]
+        words += ["--model", args.model, "--data", args.data] if args.model else []
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(f"vLLM, {mode}, on {case}: ended with status {done.returncode}", flush=True)
+        for line in done.stdout.splitlines():
+            if line.startswith("vllm "):
+                name, metric, value, unit = json.loads(line.removeprefix("vllm "))
+                emit(name, f"vllm_{metric}_{mode}", value, unit)
+                found.setdefault((name, metric, unit), {})[mode] = value
+    for (name, metric, unit), values in found.items():
+        if metric != "setup_seconds":
+            best = min if metric == "seconds" else max
+            mode = best(values, key=values.get)
+            emit(name, f"vllm_{metric}", values[mode], unit)
+            emit(name, f"vllm_{metric}_best_mode", mode, "")
 
 
 @torch.no_grad()
@@ -304,6 +348,7 @@ def main():
     parser.add_argument("--model")
     parser.add_argument("--data")
     parser.add_argument("--peers", default="true", choices=["true", "false"])
+    parser.add_argument("--vllm", default="false", choices=["true", "false"])
     parser.add_argument("--compiled", default="true", choices=["true", "false"])
     args = parser.parse_args()
     rows = []

@@ -23,13 +23,13 @@ RECIPE |= dict(eval_every=0, log_groups=0, inspect_every=0, micro_batch_tokens=1
 QUESTIONS = 512
 
 
-def hold_out(data, folder):
-    """A folder whose train.jsonl leaves out QUESTIONS rows of the training split; they are its test.jsonl."""
+def hold_out(data, folder, questions=QUESTIONS):
+    """A folder whose train.jsonl leaves out some rows of the training split; they are its test.jsonl."""
     rows = (data / "train.jsonl").read_text().splitlines()
     random.Random(0).shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "test.jsonl").write_text("\n".join(rows[:QUESTIONS]) + "\n")
-    (folder / "train.jsonl").write_text("\n".join(rows[QUESTIONS:]) + "\n")
+    (folder / "test.jsonl").write_text("\n".join(rows[:questions]) + "\n")
+    (folder / "train.jsonl").write_text("\n".join(rows[questions:]) + "\n")
 
 
 def at_once(jobs, count):

@@ -11,7 +11,7 @@ import time
 
 from common import ROOT, write_results
 
-COMMAND = ["-m", "pytest", "-m", "not gpu and not slow", "-p", "no:cacheprovider"]
+COMMAND = ["-m", "pytest", "-n", "2", "-m", "not gpu and not slow", "-p", "no:cacheprovider"]
 
 
 def main():

@@ -16,6 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GRADING_SHARES = ("refused", "paid_wrongly", "undecided_share")
+SPEEDRUNS = {
+    "speedrun": "ours",
+    "speedrun_trl_vllm": "TRL with vLLM",
+    "speedrun_trl_generate": "TRL with `generate`",
+}
 GSM8K_RUNS = ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward")
 
 
@@ -87,6 +92,8 @@ def peers():
         m = rollouts[case]
         other = f"`generate` {m['generate_tokens_per_s']:,.0f}, "
         other += f"continuous batching {m['continuous_batching_tokens_per_s']:,.0f}"
+        if "vllm_tokens_per_s" in m:
+            other += f", vLLM {m['vllm_tokens_per_s']:,.0f}"
         work = f"sampling, {what} rows, {short_machine(rollout_result)}"
         rows.append([work, f"{m['tokens_per_s']:,.0f} tokens/s", other])
     cases, result = values("bench_generation_cpu")
@@ -199,6 +206,70 @@ def precision():
     return f"{table(header, rows)}\n\n{result['steps']} steps, medians of seconds. `{where(result)}`."
 
 
+def speedrun():
+    """Ours and the peer on one card: means over the seeds, once they were measured."""
+    rows, texts, each = [], [], []
+    for name, label in SPEEDRUNS.items():
+        if not (RESULTS / f"{name}.json").exists():
+            texts.append(f"{label}: not measured yet.")
+            continue
+        cases, result = values(name)
+        for case, m in cases.items():
+            row = [label, case.removeprefix("speedrun-"), m["seeds"], number(m["greedy"]), number(m["mean4"])]
+            row += [f"{m[part]:.0f}" for part in ("seconds", "warm_start_seconds", "seconds_to_first_step")]
+            rows.append(
+                [*row, f"{m['steps']:.0f}", f"{m['completions_per_s']:.0f}", f"{m['dead_groups']:.0%}"]
+            )
+            values_of = [f"{m[f'{kind}_{seed}']:.3f}" for kind in ("greedy", "mean4") for seed in _seeds(m)]
+            each.append(f"{label}, each seed, greedy then samples: {', '.join(values_of)}")
+            texts.append(f"`{where(result)}, card {result['card_id']}`.")
+    header = ["trainer", "minutes", "seeds", "greedy", "mean of 4 samples", "seconds", "supervised, s"]
+    header += ["until the first step, s", "steps", "completions/s", "dead groups"]
+    shown = [table(header, rows), f"{'; '.join(each)}."] if rows else []
+    return "\n\n".join([*shown, " ".join(texts)])
+
+
+def _seeds(m):
+    return [metric.removeprefix("greedy_") for metric in m if metric.startswith("greedy_")]
+
+
+def speedrun_tune():
+    """The variations of the recipe that were tried, the best first, once there are any."""
+    if not (RESULTS / "speedrun_tune.json").exists():
+        return "Not measured yet: `python benchmarks/speedrun_tune.py --model DIR --data FOLDER`."
+    cases, result = values("speedrun_tune")
+    count, rows = cases.pop("all")["configurations_tried"], []
+    for case, m in cases.items():
+        settings = ", ".join(f"{key} {value}" for key, value in result["settings"][case].items())
+        if "failed" in m:
+            rows.append([case, settings, m["failed"], "", "", "", ""])
+            continue
+        row = [case, settings, number(m["mean8"]), number(m["greedy"]), m["steps"]]
+        rows.append([*row, f"{m['dead_groups']:.0%}", f"{m['sampled_over_trained']:.2f}"])
+    header = ["variation", "settings", "mean of 8 samples", "greedy", "steps", "dead groups"]
+    header += ["sampled over trained"]
+    note = f"{count} configurations tried, each once; {result['questions']} held-out training questions"
+    note += f", {result['minutes']:g} minutes"
+    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
+
+
+def problem_sampling():
+    """Problems drawn by their pass rates against uniform passes, once that was measured."""
+    if not (RESULTS / "problem_sampling.json").exists():
+        return "Not measured yet: `python benchmarks/problem_sampling.py --model DIR --data FOLDER`."
+    cases, result = values("problem_sampling")
+    rows = []
+    for case, m in cases.items():
+        reached = m["seconds_to_uniforms_end"]
+        row = [f"`{case}`", "never" if reached is None else f"{reached:.0f}", number(m["mean8_at_the_start"])]
+        row += [number(m["mean8_at_the_end"]), f"{m['seconds']:.0f}", f"{m['first_pass_seconds']:.0f}"]
+        rows.append([*row, f"{m['dead_groups']:.0%}", f"{m['sampled_over_trained']:.2f}"])
+    header = ["`problem_sampling`", "seconds to uniform's end", "mean of 8: start", "end", "seconds"]
+    header += ["first pass, s", "dead groups", "sampled over trained"]
+    note = f"{len(result['seeds'])} seeds, {result['steps']} steps, {result['questions']} held-out questions"
+    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
+
+
 def bench_step():
     cases, result = values("bench_step")
     card, trl = cases.pop("card"), cases["1.5b-8x8"]
@@ -285,6 +356,7 @@ def bench_generation():
             notes.append(_lengths_note(case, m))
         if case == "gsm8k-test":
             notes.append(_evaluation_note(case, m))
+    notes += [_vllm_note(case, m) for case, m in cases.items() if "vllm_tokens_per_s" in m]
     setups = [f"{m['setup_seconds']:.0f} s ({case})" for case, m in cases.items() if "setup_seconds" in m]
     notes.append(f"Set-up once a process: {', '.join(setups)}.")
     rates = cases["card"]
@@ -314,6 +386,19 @@ def _lengths_note(case, m):
         f"{m['useful_tokens_per_s_m3po']:,.0f} useful tokens a second, {m['useful_share']:.2f} / "
         f"{m['useful_share_m3po']:.2f} of what the same rows give when all are 130 long."
     )
+
+
+def _vllm_note(case, m):
+    """vLLM's best mode on a case of the table, which may be another one with log-probs."""
+    if "vllm_seconds" in m:
+        mode = m["vllm_seconds_best_mode"].replace("_", " ")
+        return f"vLLM takes {m['vllm_seconds']:.1f} s for `{case}` ({mode})."
+    modes = [m[f"vllm_tokens_per_s{suffix}_best_mode"].replace("_", " ") for suffix in ("", "_logprobs")]
+    plain, with_logprobs = (f"{m[f'vllm_tokens_per_s{suffix}']:,.0f}" for suffix in ("", "_logprobs"))
+    best = (
+        f"{plain} tokens/s ({modes[0]}), {with_logprobs} with the log-probs that a trainer needs ({modes[1]})"
+    )
+    return f"vLLM in its best mode on `{case}`: {best}."
 
 
 def _evaluation_note(case, m):
@@ -447,6 +532,7 @@ TABLES = {
         math_grading,
         *(bench_generation, bench_generation_cpu, bench_step, bench_step_long, bench_step_gsm8k),
         *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
+        *(speedrun, speedrun_tune, problem_sampling),
     )
 }
 

@@ -5,14 +5,14 @@ report.html).
 import dataclasses
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from decoding.any_model import vocab_logits
-from decoding.rollout import rollout_uniforms
+from decoding.rollout import Sampling, rollout_uniforms
 from decoding.step import draw
 from errors import SettingError, is_out_of_memory
 from learning.log_probs import Scorer
@@ -30,12 +30,15 @@ class ListeningEffect:
 
     `alone` holds the ids that the same draws give after the same tokens without peers. Where scoring rounds a
     draw to another token than the sampler did, nothing can be said: `alone` has the sampled one.
+    `completions` are the whole paths that the same draws give without peers from the first token on.
     """
 
     steps: list  # the first two tokens, and the one with the most uneven weights
     similarity: torch.Tensor  # (steps, G, G) cosines of the paths' next-token distributions at these tokens
     alone: list  # G lists of ids
     divergence: torch.Tensor  # (G,) mean KL of the next-token distribution from the one without peers, nats
+    completions: list = field(default_factory=list)  # G Completions, or none where only M3PO_DEBUG asked
+    right: list = field(default_factory=list)  # their G verdicts, where somebody has graded them
 
 
 class Group(NamedTuple):
@@ -75,6 +78,8 @@ def inspect_group(run, sampler, decoder, sampled, step):
     uniforms = rollout_uniforms(config.seed, step, sampled.retries[0], G, T)
     try:
         effect = interaction_effect(Scorer(sampler, decoder.tables), rollout, uniforms)
+        if is_reported:
+            effect.completions = without_listening(decoder, sampled, effect.alone, uniforms)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -91,6 +96,23 @@ def inspect_group(run, sampler, decoder, sampled, step):
         run.say(f"M3PO_DEBUG, step {step + 1}, first group{instead}: {text}")
         run.say(f"  to see every token: {run.folder / 'report.html'}")
     return effect
+
+
+def without_listening(decoder, sampled, alone, uniforms):
+    """The first group's Completions as the same draws (G, T) give them when nobody listens at all.
+
+    A path none of whose tokens is another one without peers stays what it is: only the others are decoded,
+    from the prompt on. After their first other token they go their own way.
+    """
+    G, T, problem = len(alone), uniforms.shape[1], sampled.problems[0]
+    completions = list(sampled.completions[:G])
+    turned = [g for g in range(G) if alone[g] != completions[g].ids]
+    if turned:
+        sampling = Sampling(T, len(turned), sampled.rollout.temperature)
+        rollout = decoder.rollout([problem.ids], sampling, uniforms[turned], interact=False)
+        for g, completion in zip(turned, decoder.completions(rollout), strict=True):
+            completions[g] = problem.answered(completion)
+    return completions
 
 
 @torch.no_grad()

@@ -16,6 +16,8 @@ import numpy as np
 
 from errors import SettingError
 from reporting.evaluation import Evaluation, question_scores, read_evaluation, undecided_answers
+from reporting.files import write_whole
+from reporting.page import comparison_page
 from reporting.statistics import (
     SeedError,
     difference_draws,
@@ -180,7 +182,12 @@ def _over_seeds(a, b, gaps):
 
 def compare(names):
     """The text and the dicts of a comparison of two or more sides, the first against each of the others."""
-    first, *others = sides_of(names)
+    return compare_sides(sides_of(names))
+
+
+def compare_sides(sides):
+    """As `compare`, of sides that are read already."""
+    first, *others = sides
     compared = [compare_two(first, other) for other in others]
     results = [result for result, _ in compared]
     text = []
@@ -290,6 +297,13 @@ def shown_answers(records):
     return f"{counted} ({', '.join(map(repr, answers))})" if len(answers) == len(records) else counted
 
 
+def write_comparison_page(sides, results, folder, name):
+    """Write name.html: every question with the answers of all sides, beside name.svg."""
+    runs = {side.name: side.runs for side in sides}
+    folders = {side.name: ", ".join(side.folders) for side in sides}
+    write_whole(folder / f"{name}.html", comparison_page(runs, folders, results, folder / f"{name}.svg"))
+
+
 def write_comparison(results, folder, name=None):
     """Write the results as name.json into a folder, and return the name; no file is overwritten.
 
@@ -297,7 +311,7 @@ def write_comparison(results, folder, name=None):
     """
     names = [name] if name else ["compare", *(f"compare-{n}" for n in range(2, 10_000))]
     for free in names:
-        if not any((folder / f"{free}.{kind}").exists() for kind in ("svg", "png")):
+        if not any((folder / f"{free}.{kind}").exists() for kind in ("svg", "png", "html")):
             try:
                 with open(folder / f"{free}.json", "x", encoding="utf-8") as file:
                     file.write(json.dumps(results, indent=2) + "\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from reporting.files import read_records, read_yaml, write_records, write_whole
+from reporting.page import write_report
 from reporting.plots import draw_evaluation, or_warn
 from reporting.statistics import over_questions, sampled_statistics, scores_of
 
@@ -52,11 +53,12 @@ def skipped_record(samples):
 
 
 def write_evaluation(folder, report, records):
-    """Write the records, {name of a file: records}, the report and the picture."""
+    """Write the records, {name of a file: records}, the report, the picture and the page."""
     for name, rows in records.items():
         write_records(folder / f"{name}.jsonl", rows)
     write_whole(folder / "report.json", json.dumps(report, indent=2) + "\n")
     or_warn(draw_evaluation, report, records["samples"], folder)
+    or_warn(write_report, folder)
 
 
 def forget_answers(folder):
@@ -132,6 +134,7 @@ def told(report, folder):
     lines = [
         f"{report['questions']} questions in {report['seconds']} s; "
         f"completions in {folder / 'samples.jsonl'}",
+        f"to look at them: {folder / 'report.html'}",
         *_table(sides),
     ]
     for label, side in sides.items():

@@ -11,7 +11,7 @@ import yaml
 
 from errors import SettingError, one_line
 
-FINISHED, STRANGERS = "finished.json", "strangers.jsonl"
+FINISHED, STRANGERS, PASS_RATES = "finished.json", "strangers.jsonl", "pass_rates.json"
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
 WEIGHT_FILES = (  # that transformers and peft would load from a folder
     "model.safetensors",
@@ -117,11 +117,19 @@ def record_of(line):
     return json.loads(line, parse_constant=lambda _: None)
 
 
+def object_of(line):
+    """The object that a line of JSON Lines holds; ValueError where it holds none."""
+    record = record_of(line)
+    if not isinstance(record, dict):
+        raise ValueError("a line holds no JSON object")
+    return record
+
+
 def located_records(path, broken="end"):
     """Yield (offset, size, object) of each line of a JSON Lines file, in bytes; a missing file has no lines.
 
-    A line that is not JSON `end`s the reading, since it is still being written, or is left out (`skip`).
-    With `raise` it is a ValueError, and a missing file an OSError.
+    A line that is no JSON object `end`s the reading, since it is still being written, or is left out
+    (`skip`). With `raise` it is a ValueError, and a missing file an OSError.
     """
     if broken != "raise" and not Path(path).exists():
         return
@@ -129,7 +137,7 @@ def located_records(path, broken="end"):
     with open(path, "rb") as file:
         for line in file:
             try:
-                yield offset, len(line), record_of(line)
+                yield offset, len(line), object_of(line)
             except ValueError:
                 if broken == "raise":
                     raise
@@ -144,8 +152,25 @@ def read_records(path, broken="end"):
 
 
 def read_metrics(folder):
-    """The lines of a run's metrics.jsonl; half a line at the end, which is being written, is left out."""
-    return list(read_records(Path(folder) / "metrics.jsonl"))
+    """The lines of a run's metrics.jsonl; one that is damaged, or is being written, is left out."""
+    lines = read_records(Path(folder) / "metrics.jsonl", broken="skip")
+    return [line for line in lines if isinstance(line.get("step"), int)]
+
+
+def damaged_lines(path):
+    """How many lines of a JSON Lines file hold no JSON object; the last counts only if it has an end."""
+    if not Path(path).exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(line.endswith(b"\n") and bool(line.strip()) and not _is_object(line) for line in file)
+
+
+def _is_object(line):
+    try:
+        object_of(line)
+    except ValueError:
+        return False
+    return True
 
 
 def sha256_of(path):

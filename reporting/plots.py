@@ -15,12 +15,19 @@ STYLE = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9, "axes
          "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
          "axes.axisbelow": True}  # fmt: skip
 COLUMNS = 3
+# Up to which size these metrics are rounding errors of float32 and nothing else.
+ROUNDING = {"loss": 1e-6, "kl": 1e-9, "logp_diff": 1e-4, "logp_diff_max": 1e-3}
 
 
 def series(lines, name):
     """(steps, values) of a metric, where it is a number."""
     numbers = [line for line in lines if isinstance(line.get(name), int | float)]
     return [line["step"] for line in numbers], [line[name] for line in numbers]
+
+
+def is_rounding(name, values):
+    """Whether a metric's values are the rounding of float32 alone, which there is nothing to see in."""
+    return max(map(abs, values), default=0) < ROUNDING.get(name, 0)
 
 
 def smooth(values, width):
@@ -91,28 +98,40 @@ def _seconds(axis, lines, colour, label, alone):
         _line(axis, whole, "seconds", colour, label)
 
 
+def _changed(axis, lines, colour, label, alone):
+    """The share of tokens that listening changed, in the groups that were read again."""
+    read = [line for line in lines if line.get("listening_tokens")]
+    shares = [{**line, "share": line["listening_changed_tokens"] / line["listening_tokens"]} for line in read]
+    _line(axis, shares, "share", colour, None if alone else label)
+
+
 # title of a panel: its metric, which decides whether there is such a panel
 PANELS = {"reward": "reward", "held out": "eval_accuracy", "right": "correct",
           "groups without a signal": "frac_reward_zero_std", "completion length, tokens": "completion_length",
           "cut off": "truncated", "entropy, nats": "entropy", "KL to the reference, nats": "kl",
           "loss": "loss", "gradient norm": "grad_norm", "sampler against update, nats": "logp_diff",
+          "inputs moved by listening": "input_change", "paths that think": "thinking_paths",
+          "entropy of the weights, of the largest": "gate_entropy",
+          "tokens changed by listening": "listening_changed_tokens",
           "seconds a step": "rollout_seconds"}  # fmt: skip
 WITH_MORE = {
     "reward": _rewards,
     "eval_accuracy": _held_out,
     "completion_length": _length,
     "rollout_seconds": _seconds,
+    "listening_changed_tokens": _changed,
 }
 
 
 def draw(runs, folder):
     """Write curves.svg and curves.png into `folder`: runs {name: lines of metrics.jsonl}.
 
-    Panels of metrics that no run has are left out.
+    Panels of metrics that no run has, or of which there are rounding errors only, are left out.
     """
     panels = {}
     for title, metric in PANELS.items():
-        if any(series(lines, metric)[0] for lines in runs.values()):
+        values = [value for lines in runs.values() for value in series(lines, metric)[1]]
+        if values and not is_rounding(metric, values):
             panel = WITH_MORE.get(metric, partial(_single, metric))
             panels[title] = partial(_all_runs, panel, runs, legend=len(runs) == 1 or not panels)
     if panels:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from reporting.page import TEMPLATE as PAGE_OF_A_RUN
+from reporting.page import style_of_a_page
 from reporting.plots import COLOURS, GREY, figure_of
 
 TEMPLATE = Path(__file__).with_name("study_template.html")
@@ -22,13 +22,12 @@ def study_page(found):
     """The page as text."""
     template = TEMPLATE.read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", template, re.DOTALL)[1]
-    style = re.search(r"<style>\n(.*?)</style>", PAGE_OF_A_RUN.read_text(encoding="utf-8"), re.DOTALL)[1]
     shown = {
         "study": found,
         "hash": _base64(
             hashlib.sha256(script.encode()).digest()
         ),  # the page's policy lets this script run only
-        "style": style,  # the look of report.html
+        "style": style_of_a_page(),
         "headline": headline(found),
         "cards": cards(found),
         "statuses": ", ".join(

@@ -13,11 +13,13 @@ import re
 import shutil
 import signal
 import sys
+import time
 import uuid
 import warnings
 from argparse import ArgumentParser
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, broadcast, broadcast_object_list, gather_object
@@ -95,10 +97,17 @@ def launch(processes):
 
 def end_with_parent():
     """Let Linux kill this process when the one that started it is gone, however that went."""
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    is_child = by_torchrun or os.environ.get(PARENT) == str(os.getppid())
-    if is_child and sys.platform == "linux":
+    if _is_child() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+def _is_child():
+    return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get(PARENT) == str(os.getppid())
+
+
+def seconds_since_start():
+    """Seconds on the clock since this process began, or the launcher that started it."""
+    return time.time() - psutil.Process(os.getppid() if _is_child() else None).create_time()
 
 
 def parse_on_all(config_class, doc, given=None):

@@ -167,6 +167,10 @@ def log_rollouts(run, sampled, right, advantages, inspection=None):
                 others = enumerate(zip(ids, inspection.alone[n], strict=True))
                 decode = run.learner.tokenizer.decode
                 record["alone"] = {t: decode([other]) for t, (token, other) in others if token != other}
+                if record["alone"] and inspection.completions:
+                    alone = inspection.completions[n].text
+                    record["alone_completion"], record["alone_right"] = alone, bool(inspection.right[n])
+                    record["alone_extracted"] = extract_answer(alone, config.answer_format)
         records.append(record)
     run.log.write_rollouts(gather_object(records))
 

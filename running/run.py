@@ -1,5 +1,6 @@
 """A run: its processes, signals, folder, log and checkpoints, and how far it has come."""
 
+import math
 import signal
 import sys
 import time
@@ -16,11 +17,13 @@ from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
 from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
-from running.launching import folder_of_first, start_processes
+from running.launching import folder_of_first, seconds_since_start, start_processes
 from running.locks import forget
 from running.log import MetricsLog, open_page
 from running.progress import Progress
 from running.stop import TIME_IS_OVER, Stop
+
+TIME_LIMITS = ("max_minutes", "max_wall_minutes")
 
 
 class Run:
@@ -38,6 +41,7 @@ class Run:
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.first_pass = {}  # what the first step logs of it, with problem_sampling pass_rate
         self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # progress.problems_drawn, and this step's
@@ -109,9 +113,8 @@ class Run:
         if self.accelerator.is_main_process:
             then = note if "settings" in note else {"settings": read_run_config(self.folder)}
             differ = differences(config, then, self.inputs)
-            asks_for_time = note["step"] < self.total and config.max_minutes != then["settings"].get(
-                "max_minutes"
-            )
+            limits = [(getattr(config, name), then["settings"].get(name)) for name in TIME_LIMITS]
+            asks_for_time = note["step"] < self.total and any(now != before for now, before in limits)
             has_adapter = not config.save_adapter or (self.folder / "adapter").exists()
             goes_on = bool(differ) or asks_for_time or not has_adapter
             if not (lengthens(config, differ) and self.total > note["step"]):
@@ -150,6 +153,7 @@ class Run:
             self.say(f"before training: held-out accuracy {self.progress.best:.3f}, length {length:.0f}")
             if self.config.keep_best:  # the start is the best until something is better
                 save_best(self)
+        self._refuse_late_start()
         self.is_last = self.progress.step >= self.total or self._is_out_of_patience()
         while not self.is_last:
             self.seconds, self.problems_drawn = {}, self.progress.problems_drawn
@@ -214,11 +218,33 @@ class Run:
         return bool(self.config.patience) and self.progress.since_best >= self.config.patience
 
     def _is_out_of_time(self):
-        minutes = self.config.max_minutes
-        is_over = minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes
-        if is_over:
+        minutes, wall_minutes = self.config.max_minutes, self.config.max_wall_minutes
+        if minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes:
             self.say(f"max_minutes={minutes:g} of training are over: the run ends")
-        return is_over
+            return True
+        if wall_minutes is None:
+            return False
+        step_seconds = time.perf_counter() - self.step_began
+        # the next step is as long as this one
+        after_next, step_seconds = max_over_processes((seconds_since_start() + step_seconds, step_seconds))
+        if after_next < 60 * wall_minutes:
+            return False
+        if self.outer is not None and self.progress.step < self.total:  # half of a start is no start
+            needed = after_next + (self.total - self.progress.step - 1) * step_seconds
+            alone = f"the warm start alone needs about {math.ceil(needed / 6) / 10} minutes"
+            raise SettingError("max_wall_minutes", wall_minutes, f"{alone}: give more, or shorten it")
+        self.say(f"max_wall_minutes={wall_minutes:g} are over: the run ends")
+        return True
+
+    def _refuse_late_start(self):
+        """Refuse max_wall_minutes that are over before the first step."""
+        minutes = self.config.max_wall_minutes
+        if minutes is None or self.progress.step >= self.total:
+            return
+        if (seconds := max_over_processes(seconds_since_start())) >= 60 * minutes:
+            before = f"loading and what else comes before this run's first step took {seconds:.0f} s"
+            more = math.ceil(seconds / 6 + 1) / 10
+            raise SettingError("max_wall_minutes", minutes, f"{before}: give more than {more} minutes")
 
     def _refuse_bad_steps(self, metrics):
         count = self.progress.bad_steps

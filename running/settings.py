@@ -33,7 +33,8 @@ HELP_GROUPS = (
     ),
     (
         "rollout",
-        "num_epochs outer_iterations max_minutes temperature dynamic_sampling "
+        "num_epochs outer_iterations max_minutes max_wall_minutes temperature dynamic_sampling "
+        "problem_sampling pass_rate_samples pass_rate_power pass_rate_floor "
         "mask_truncated_completions log_groups seed",
     ),
     (
@@ -181,13 +182,20 @@ class TrainConfig:
     max_minutes: float | None = setting(
         None, "stop after the step that passes this much training time, then save as usual", resume="free"
     )
+    max_wall_minutes: float | None = setting(
+        None,
+        "begin no step that would end later than this after the process began, by the clock: loading, "
+        "compiling, a warm start and evaluations count; then save as usual, which takes some seconds more",
+        resume="free",
+        inherited=True,
+    )
     max_prompt_length: int = setting(
         512, "longer prompts (in tokens) are skipped and counted, never cut", inherited=True
     )
     max_completion_length: int = setting(400, "tokens a completion may have", inherited=True, in_card=True)
     micro_batch_tokens: int | None = setting(
         None,
-        "tokens (with padding) at once in the update: changes memory, not gradients (default: what fits)",
+        "tokens at once in the update: changes memory, not gradients (default: what fits)",
         inherited=True,
     )
     learning_rate: float = setting(5e-6, "peak learning rate of AdamW", in_card=True)
@@ -373,7 +381,7 @@ class TrainConfig:
         sizes = "batch_size max_prompt_length max_completion_length max_bad_steps lora_alpha"
         optional_sizes = "num_steps limit num_processes micro_batch_tokens"
         counts = "eval_every eval_problems save_every keep_checkpoints patience"
-        durations = "num_epochs max_minutes stop_after"
+        durations = "num_epochs max_minutes max_wall_minutes stop_after"
         rates = "learning_rate weight_decay max_grad_norm"
         check(self, sizes, lambda v: v >= 1, "must be at least 1")
         check(self, optional_sizes, lambda v: v is None or v >= 1, "must be at least 1")

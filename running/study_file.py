@@ -22,8 +22,8 @@ from running.study import Study, code_files, code_hash
 WORKER = "GRPO_STUDY_WORKER"  # set in the processes that grpo_study.py starts, one for each card
 # What a study sets itself in each run
 OF_THE_STUDY = (
-    "check fsdp hub_model_id hub_private model num_processes output_dir overwrite_output_dir push_to_hub "
-    "resume resume_anyway run_name seed stop_after warm_start"
+    "check fsdp hub_model_id hub_private max_wall_minutes model num_processes output_dir "
+    "overwrite_output_dir push_to_hub resume resume_anyway run_name seed stop_after warm_start"
 ).split()
 MEASURES = ("mean", "maj", "pass", "length")
 ROLES = ("confirmatory", "exploratory")

@@ -280,6 +280,7 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     together = [row["resps"] for row in rows_of(folder / "samples_m3po.jsonl")]
     assert report["m3po"]["against_single_paths"]["questions"] == len(together) == 4, "one is too long to ask"
     assert rows != together
+    assert '"sides":["single paths","interacting"]' in (folder / "report.html").read_text()
     _, other = grpo_eval.evaluate(grpo_eval.Config(**settings, m3po_lambda=0.0, name="alone"))
     unblended = [row["resps"] for row in rows_of(other / "samples_m3po.jsonl")]
     assert unblended == rows, "the same draws"
@@ -307,6 +308,7 @@ def test_an_evaluation_draws_what_it_has_and_a_comparison_says_where_it_is_drawn
     monkeypatch.setattr(sys, "argv", [*words.split(), str(saved / "pictures")])
     grpo_eval.main()
     assert (saved / "pictures" / "compare.svg").exists()
+    assert "<title>a | c</title>" in (saved / "pictures" / "compare.html").read_text()
     *_, kept, where, last = capsys.readouterr().out.splitlines()
     assert kept == f"kept in {saved / 'pictures' / 'compare'}.json"
     assert json.loads((saved / "pictures" / "compare.json").read_text()) == json.loads(last)
@@ -520,6 +522,7 @@ def test_two_evaluations_of_one_name_at_once_are_refused(many, monkeypatch):
     assert {path.name for path in evaluate(many, "one")[1].iterdir()} == {
         "run_config.yaml",
         "report.json",
+        "report.html",
         "samples.jsonl",
     }
     monkeypatch.setattr(grpo_eval, "new_folder", lambda *args: folder)  # as if it had begun before

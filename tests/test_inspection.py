@@ -44,9 +44,28 @@ def test_every_nth_step_tells_which_tokens_listening_changed(warm, tmp_path):
     turned = [(r, int(t)) for r in records for t in r.get("alone", {})]
     assert turned
     assert all(r["pieces"][t] != r["alone"][str(t)] for r, t in turned)
+    metrics = lines(out / "metrics.jsonl")
+    assert [m["step"] for m in metrics if any(name.startswith("listening_") for name in m)] == [1, 3]
+    for step in (1, 3):
+        group = [r for r in records if r["step"] == step and "alone" in r]
+        told = {name: v for name, v in metrics[step - 1].items() if name.startswith("listening_")}
+        assert told["listening_tokens"] == sum(r["length"] for r in group)
+        assert told["listening_changed_tokens"] == sum(len(r["alone"]) for r in group)
+        verdicts = [(r["right"], r.get("alone_right", r["right"])) for r in group]
+        assert told["listening_became_right"] == verdicts.count((True, False))
+        assert told["listening_became_wrong"] == verdicts.count((False, True))
+    changed = {r["generation"]: r for r in records if r["step"] == 1 and r.get("alone")}
     for flags in ("--m3po_lambda 0", "--inspect_every 0"):
         out = run_short(warm, tmp_path / flags.split()[0], f"--eval_every 0 --num_steps 1 {flags}")
-        assert not any("alone" in r for r in lines(out / "rollouts.jsonl"))
+        others = lines(out / "rollouts.jsonl")
+        assert not any("alone" in r for r in others)
+        assert not any("listening_tokens" in m for m in lines(out / "metrics.jsonl"))
+        if "lambda" in flags:  # nobody listens here; weights and draws of the first step are the same
+            plain = {r["generation"]: r for r in others[:4]}
+            for g, record in changed.items():
+                there = [plain[g][name] for name in ("completion", "extracted", "right")]
+                assert [record[f"alone_{name}"] for name in ("completion", "extracted", "right")] == there
+            assert any(record["completion"] != record["alone_completion"] for record in changed.values())
 
 
 def test_no_memory_to_look_inside_ends_no_run(warm, tmp_path, monkeypatch):

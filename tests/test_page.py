@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.tokens import token_pieces
 from reporting.__main__ import main
+from reporting.files import damaged_lines, read_metrics
 from reporting.page import evenly, page, read_evaluations, read_groups, summary, write_report
 
 HOSTILE = (
@@ -47,6 +48,8 @@ def a_rollout(step, generation, detailed, length=LENGTH, text="12 + 5 = 17 ok"):
         record |= dict(tokens=list(range(length)), pieces=pieces, logps=[-0.1 * t for t in range(length)])
         record |= dict(think_end=length - 1, mix=base64.b64encode(bytes(weights)).decode())
         record |= dict(alone={"3": " other"} if generation == 0 else {})
+        if generation == 0:
+            record |= dict(alone_completion=f"12 - 5 = 7 {HOSTILE}", alone_extracted="7", alone_right=False)
     return record
 
 
@@ -220,6 +223,39 @@ def test_a_group_that_is_being_written_is_left_out(tmp_path):
     )
 
 
+def test_a_damaged_line_costs_its_group_and_no_other(tmp_path):
+    """What came after it was missing from the page, and nothing said so."""
+    records = [a_rollout(step, g, True) for step in (1, 2, 3) for g in range(G)]
+    for damaged in (G, G + 1, 2 * G - 1):  # the first, a middle and the last line of the second group
+        lines = [json.dumps(record) for record in records]
+        lines[damaged] = lines[damaged][:50]
+        (tmp_path / "rollouts.jsonl").write_text("\n".join([*lines, "7", ""]))
+        groups, total = read_groups(tmp_path / "rollouts.jsonl", size=G)
+        assert [(group["step"], len(group["paths"])) for group in groups] == [(1, G), (3, G)]
+        assert total == 2
+    rows = [
+        dict(step=s, example_id="q", question="a", answer="1", right=True, completion="x") for s in (0, 1)
+    ]
+    (tmp_path / "evaluations.jsonl").write_text('{"st\n' + "\nnull\n".join(map(json.dumps, rows)))
+    assert read_evaluations(tmp_path / "evaluations.jsonl")["steps"] == [0, 1]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"loss": 1.0}\n{"step": 3}\n{"step": 4')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
+    assert damaged_lines(tmp_path / "metrics.jsonl") == 1, "the last one is being written"
+
+
+def test_what_listening_changed_is_summed_over_the_run():
+    lines = [{"step": s, "train_seconds": 1.0, "gate_entropy": 1 - s / 10} for s in range(1, 5)]
+    assert not [label for label, _ in summary(lines, {"questions": []}) if "changed by" in label]
+    names = "listening_tokens listening_changed_tokens listening_became_right listening_became_wrong".split()
+    for line, values in zip(lines[::2], ((200, 0, 0, 0), (200, 3, 1, 2)), strict=True):
+        line |= dict(zip(names, values, strict=True))
+    told = dict(summary(lines, {"questions": []}))
+    assert told["groups changed by listening"] == "1 of 2 that were read again"
+    assert told["tokens changed by listening"] == "3 of 400 (0.75%)"
+    assert told["answers changed by listening"] == "1 became right, 2 became wrong"
+    assert told["entropy of the weights, of the largest"] == "0.9 → 0.6"
+
+
 def test_what_is_no_number_breaks_no_page(tmp_path):
     """NaN, which Python writes and reads as JSON, is none: the page's own script could not read its data."""
     write_lines(
@@ -349,6 +385,12 @@ def test_a_click_on_a_token_shows_the_weights_that_stand_in_the_file(opened):
     assert "Listening changed 1 of 24 tokens. Most often path 1 changed path 0: 1 token." in minds
     assert "path 0, token 4: wrote  03 instead of  other, having heard path 1 (0.80) say" in minds
     assert "; it went on to answer 17 (right)" in minds
+    unheard = tab.locator(".path details")
+    assert unheard.locator("summary").all_inner_texts() == ["without listening: 7 ✗ wrong"]
+    unheard.locator("summary").click()
+    assert unheard.locator(".unheard").inner_text() == f"12 - 5 = 7 {HOSTILE}"
+    tab.select_option("#filter", "flipped")
+    assert tab.locator("#position").inner_text() == "1 of 3 groups", "listening made one of its answers right"
 
 
 def test_markup_and_script_of_a_model_show_as_text(opened):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"grpo_train.py": grpo_train, "grpo_eval.py": grpo_eval, "sft_train.py": sft_train}
-LEFT_BY_A_RUN = {"report.html", "study.html", "run_config.yaml", "README.md"}
+LEFT_BY_A_RUN = {"report.html", "runs.html", "compare.html", "study.html", "run_config.yaml", "README.md"}
 ROOMS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 

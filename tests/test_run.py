@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,12 @@ from problems.sources import GIVEN, load_problems
 from reporting.files import read_run_config
 from running.evaluation import held_out_accuracy
 from running.folder import say_what_is_there
+from running.launching import PARENT, seconds_since_start
 from running.log import MetricsLog, step_line
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
 from small_faults import settings_of
+from small_recipes import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -198,6 +201,59 @@ def test_what_cannot_be_given_from_python_is_one_line(given, settings, error, wo
     with pytest.raises(error, match=words):
         grpo_train.train(config, **given)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_ends_saved_before_the_step_that_would_pass_the_minutes_on_the_clock(
+    recipe_start, tmp_path, monkeypatch
+):
+    """Loading took 50 s, then each look at the clock finds it 6 s later; a step here takes none of them."""
+    clock = iter(range(50, 1000, 6))
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: next(clock))
+    how = dict(num_steps=50, eval_every=0, max_wall_minutes=1.4)
+    out = grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **how)).folder
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6], "after the sixth it is 86 s, and 84 were given"
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_step_that_is_as_long_as_the_last_one_must_fit_into_the_minutes(monkeypatch):
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: 50.0)
+    monkeypatch.setattr("running.run.time", SimpleNamespace(perf_counter=lambda: 100.0))
+    run = stand_in(grpo_train.Config(max_wall_minutes=1))
+    assert [run._is_out_of_time() for run.step_began in (95.0, 85.0)] == [False, True]
+
+
+def test_minutes_that_are_over_before_the_first_step_are_refused_with_what_it_takes(
+    recipe_start, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: 93.0)
+    config = config_of(
+        "oneshot", recipe_start, tmp_path / "out", grpo_train, max_wall_minutes=1, eval_every=0
+    )
+    with pytest.raises(
+        SettingError, match=r"max_wall_minutes=1: loading .* took 93 s: give more than 1.7 min"
+    ):
+        grpo_train.train(config)
+
+
+def test_a_warm_start_that_does_not_fit_into_the_minutes_is_refused_and_not_taken_for_whole(monkeypatch):
+    """It was cut off, and used as it was by the next run. Nine steps of 10 s are left, after 55 s."""
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: 55.0)
+    monkeypatch.setattr("running.run.time", SimpleNamespace(perf_counter=lambda: 110.0))
+    config = grpo_train.Config(max_wall_minutes=1)
+    run = stand_in(config, outer=object(), total=10, progress=Progress(step=1), step_began=100.0)
+    with pytest.raises(
+        SettingError, match="max_wall_minutes=1: the warm start alone needs about 2.5 minutes"
+    ):
+        run._is_out_of_time()
+    run.progress.step = 10
+    assert run._is_out_of_time(), "its last step was done"
+
+
+def test_the_clock_of_a_run_began_with_the_launcher_that_started_it(monkeypatch):
+    alone = seconds_since_start()
+    monkeypatch.setenv(PARENT, str(os.getppid()))
+    assert seconds_since_start() > alone > 0
 
 
 LONGEST = {"step": 1234567, "reward": -1.234e-05, "correct": 0.123456, "eval_accuracy": 0.123456}

@@ -23,9 +23,9 @@ from running.settings import FIRST, TrainConfig, free_on_resume, names_with, res
 ROOT = Path(__file__).resolve().parents[1]
 
 FREE = """output_dir overwrite_output_dir resume resume_anyway save_every keep_checkpoints stop_after
-    max_minutes report_to project run_name push_to_hub hub_model_id hub_private save_adapter num_processes
-    versions commit log_groups eval_every inspect_every reward_timeout warn_after check
-    verbose open warm_start_cache""".split()
+    max_minutes max_wall_minutes report_to project run_name push_to_hub hub_model_id hub_private
+    save_adapter num_processes versions commit log_groups eval_every inspect_every reward_timeout
+    warn_after check verbose open warm_start_cache""".split()
 
 NEVER = "model lora_r lora_target_modules load_in_4bit optimizer".split()
 
@@ -33,7 +33,7 @@ INHERITED = """model dataset split question_column answer_column solution_column
     system_prompt_file system_prompt prompt_format chat_template_kwargs max_prompt_length
     max_completion_length micro_batch_tokens gradient_checkpointing precision eval_problems cpu_threads seed
     trust_remote_code torch_compile fsdp optimizer lora_r lora_alpha lora_target_modules
-    load_in_4bit num_processes""".split()
+    load_in_4bit num_processes max_wall_minutes""".split()
 
 RECIPE = """answer_format reward_set reward batch_size num_generations max_completion_length temperature
     learning_rate lr_scheduler_type optimizer loss_type beta epsilon mu m3po_lambda m3po_temperature

@@ -633,6 +633,28 @@ def test_the_curves_of_runs_are_drawn_the_same_each_time_and_whole(tmp_path):
     assert b">two<" in (tmp_path / "curves.svg").read_bytes()
 
 
+def test_what_m3po_does_has_panels_and_rounding_errors_have_none(tmp_path, monkeypatch):
+    """In float32 sampler and update differ by 3e-7, which a panel of its own made look like a fault."""
+    drawn = {}
+    monkeypatch.setattr(plots, "_draw_panels", lambda folder, panels, *more, **options: drawn.update(panels))
+    rounding = {"loss": 2e-8, "logp_diff": 3e-7, "kl": 0.0}
+    of_m3po = {"input_change": 0.1, "thinking_paths": 3.0, "gate_entropy": 0.9, "reward": 0.0}
+    listening = {"listening_tokens": 50, "listening_changed_tokens": 1}
+    plots.draw({"fp32": [{"step": 1, **rounding, **of_m3po, **listening}]}, tmp_path)
+    assert set(drawn) == {
+        "reward",
+        "inputs moved by listening",
+        "paths that think",
+        "entropy of the weights, of the largest",
+        "tokens changed by listening",
+    }
+    plots.draw({"bf16": [{"step": 1, "logp_diff": 8e-3}], "fp32": [{"step": 1, **rounding}]}, tmp_path)
+    assert "sampler against update, nats" in drawn
+    with plots.figure_of(1, 1) as (_, [[axis]]):
+        drawn["tokens changed by listening"](axis)
+        assert axis.lines[0].get_ydata().tolist() == [0.02], "the share of the tokens that were read again"
+
+
 def test_a_run_without_an_evaluation_yet_is_drawn_beside_others(tmp_path):
     """The accuracy before training alone, in a panel that another run's evaluations called for, raised."""
     young = [{"step": 1, "reward": 0.1, "eval_accuracy_before": 0.3}]

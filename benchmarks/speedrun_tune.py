@@ -1,0 +1,208 @@
+"""Looks for the recipe of speedrun.py: variations of configs/speedrun.yaml, judged on questions held out from
+the training split. The test split is never read.
+
+    python benchmarks/speedrun_tune.py --model DIR --data FOLDER [--minutes 5] [--only lr-5e-6 batch-32 ...]
+
+One process tries one variation after the other, so that loading and compiling are paid for once. GRPO gets
+the seconds that the minutes leave it: less --setup for loading, compiling and saving, less what the
+supervised start took, which is made once for each kind of start and kept in --work. What the first step takes
+longer than the second is set-up and does not count. A variation that the result file has already is not tried
+again, so that calls add up; --stop_after begins no further one after so many minutes. Accuracy: mean of 8
+samples at temperature 1, and greedy, on 512 questions.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import json
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+
+from learning_rates import QUESTIONS, hold_out
+from speedrun import card_id, read_steps, recipe_lines, sampled_over_trained
+
+from common import RESULTS, ROOT, write_results
+
+sys.path.insert(0, str(ROOT))
+import grpo_train
+import sft_train
+from errors import RunError
+from running.answering import RunOfStudy, accuracy, load_questions
+from running.loaded import Loaded
+from running.parsing import combined, settings_from_file
+from running.sft_config import warm_start_settings
+from running.study_file import Evaluation
+
+NAME = "speedrun_tune"
+MOST_STEPS = 100_000
+SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
+    "recipe": {},
+    "lr-5e-6": {"learning_rate": 5e-6},
+    "lr-1e-5": {"learning_rate": 1e-5},
+    "lr-3e-6": {"learning_rate": 3e-6},
+    "lr-5e-6-clip-1": {"learning_rate": 5e-6, "max_grad_norm": 1.0},
+    "lora-5e-5": {"learning_rate": 5e-5, "lora_r": 32},
+    "lora-1e-4": {"learning_rate": 1e-4, "lora_r": 32},
+    "batch-32": {"batch_size": 32},
+    "batch-128": {"batch_size": 128},
+    "batch-32-lr-3e-6": {"batch_size": 32, "learning_rate": 3e-6},
+    "g-4": {"batch_size": 128, "num_generations": 4},
+    "g-16": {"batch_size": 32, "num_generations": 16},
+    "limit-200": {"max_completion_length": 200},
+    "kl": {"beta": 0.005},
+    "mu-2-clip-higher": {"mu": 2, "epsilon": 0.2, "epsilon_high": 0.28},
+    "dr-grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "correct-only": {"reward_weights": [1.0, 0.0]},
+    "multi-reward": {"reward_set": "multi_reward"},
+    "dynamic-1": {"dynamic_sampling": 1},
+    "pass-rate": {"problem_sampling": "pass_rate"},
+    "pass-rate-1": {"problem_sampling": "pass_rate", "pass_rate_samples": 1},
+    "pass-rate-8": {"problem_sampling": "pass_rate", "pass_rate_power": 8.0},
+    "pass-rate-of-1500": {"problem_sampling": "pass_rate", "limit": 1500},
+    "start-half": {"start": {"num_epochs": 0.5}},
+    "start-2": {"start": {"num_epochs": 2.0}},
+    "start-2e-5": {"start": {"learning_rate": 2e-5}},
+    "start-half-2e-5": {"start": {"num_epochs": 0.5, "learning_rate": 2e-5}},
+}
+
+
+class Trial(RunOfStudy):
+    """A run that is asked after its last step, and whose first step's set-up does not count."""
+
+    def ask(self, run, decoder):
+        super().ask(run, decoder)
+        if run.progress.step == 1:
+            self.first = parts(run.metrics)
+        if run.progress.step == 2:
+            run.progress.train_seconds -= max(0.0, self.first - parts(run.metrics))
+
+
+def parts(metrics):
+    return sum(metrics[f"{part}_seconds"] for part in ("rollout", "reward", "update"))
+
+
+def config_of(args, settings, **given):
+    """A variation's Config: the recipe's, with more steps than there is time for and as long a warm-up."""
+    in_file = settings_from_file(grpo_train.Config, ROOT / args.recipe)
+    warmup = in_file.get("warmup_ratio", 0.0) * in_file["num_steps"] / MOST_STEPS
+    where = dict(model=args.model, dataset=str(args.work / "data"), seed=args.seed, eval_every=0)
+    where |= dict(max_wall_minutes=None, num_steps=MOST_STEPS, warmup_ratio=warmup)
+    return grpo_train.Config(**combined(grpo_train.Config, in_file, {**where, **settings, **given}))
+
+
+def supervised_start(args, settings):
+    """The folder of a start and the seconds its training took; one that is whole is not made again."""
+    name = "start" + "".join(f"_{key}_{value}" for key, value in sorted(settings.items()))
+    out = args.work / name
+    config = config_of(args, {}, output_dir=str(out))
+    if config.warm_start == "none":
+        return args.model, 0.0
+    start = warm_start_settings(config)
+    if not (out / "warm_start" / "finished.json").exists():
+        given = dict(num_steps=None) if "num_epochs" in settings else {}
+        sft_train.train(dataclasses.replace(start, **given, **settings, overwrite_output_dir=True))
+    metrics = (out / "warm_start" / "metrics.jsonl").read_text().splitlines()
+    return str(out / "warm_start"), json.loads(metrics[-1])["train_seconds"]
+
+
+def try_out(args, name, loaded):
+    """What a variation came to: {metric: (value, unit)}."""
+    settings = dict(SETTINGS[name])
+    start, supervised = supervised_start(args, settings.pop("start", {}))
+    left = 60 * args.minutes - args.setup - supervised
+    if left <= 0:
+        raise SystemExit(f"--minutes {args.minutes:g}: set-up and supervised start take {-left:.0f} s more")
+    out = args.work / name
+    where = dict(model=start, warm_start="none", output_dir=str(out), overwrite_output_dir=True)
+    config = config_of(args, settings, max_minutes=left / 60, **where)
+    how = dict(dataset=str(args.work / "data"), answer_format=config.answer_format, grading=config.grading)
+    how |= dict(max_completion_length=config_of(args, {}).max_completion_length, steps=[config.num_steps])
+    asked = [Evaluation("mean8", samples=8, **how), Evaluation("greedy", samples=1, temperature=0.0, **how)]
+    run = Trial(out, args.seed, loaded, config.interaction, [load_questions(e, config) for e in asked])
+    grpo_train.train(config, study=run)
+    run.ask_for_the_rest()
+    found = {}
+    for evaluation in asked:
+        record = json.loads(gzip.decompress(run.path(evaluation, config.num_steps).read_bytes()))
+        found[evaluation.name] = round(accuracy(record), 4), "accuracy"
+    steps = read_steps(out)
+    batch = config.batch_size, config.num_generations
+    found["start_seconds"] = round(supervised, 1), "s"
+    found["grpo_seconds"] = round(steps[-1]["train_seconds"], 1), "s"
+    found["steps"] = len(steps), "steps"
+    found["completions_per_s"] = (
+        round(len(steps) * batch[0] * batch[1] / steps[-1]["train_seconds"], 1),
+        "1/s",
+    )
+    found["dead_groups"] = round(fmean(s["frac_reward_zero_std"] for s in steps), 4), "share"
+    found["sampled_over_trained"] = round(sampled_over_trained(steps, batch), 4), ""
+    shutil.rmtree(out)
+    return found
+
+
+def tried_before(args):
+    """{variation: {metric: (value, unit)}} of the result file, where it is of the same question."""
+    path = RESULTS / f"{args.name}.json"
+    if not path.exists():
+        return {}
+    result = json.loads(path.read_text())
+    then = [result[key] for key in ("minutes", "seed", "questions", "recipe")]
+    if then != [args.minutes, args.seed, args.questions, recipe_lines(args)]:
+        raise SystemExit(f"{path.name} is of another recipe, seed or --minutes: give another --name")
+    found = {}
+    for row in result["rows"]:
+        if row["case"] != "all":
+            found.setdefault(row["case"], {})[row["metric"]] = row["value"], row["unit"]
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True, type=Path, help="folder with train.jsonl of GSM8K")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of the speedrun")
+    parser.add_argument(
+        "--setup", type=float, default=60.0, help="seconds of it that go on loading and so on"
+    )
+    parser.add_argument("--recipe", default="configs/speedrun.yaml")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / NAME)
+    parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="VARIATION")
+    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument(
+        "--stop_after", type=float, default=math.inf, help="minutes; begin no variation later"
+    )
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="held out, to judge by")
+    parser.add_argument("--name", default=NAME, help="of the result file")
+    args = parser.parse_args()
+    began, found, loaded = time.monotonic(), tried_before(args), Loaded()
+    waiting = [name for name in args.only if name not in found]
+    if not (args.work / "data").exists():
+        hold_out(args.data, args.work / "data", args.questions)
+    while waiting and time.monotonic() - began < 60 * args.stop_after:
+        name = waiting.pop(0)
+        print(f"variation {name}: {SETTINGS[name]}", flush=True)
+        try:
+            found[name] = try_out(args, name, loaded)
+        except RunError as error:  # what diverges is a result, too
+            found[name] = {"failed": (str(error), "")}
+        write(args, found)
+    left = f", not tried yet: {' '.join(waiting)}" if waiting else ""
+    print(f"{len(found)} configurations tried{left}")
+
+
+def write(args, found):
+    best_first = sorted(found, key=lambda name: -found[name].get("mean8", (0.0,))[0])
+    rows = [("all", "configurations_tried", len(found), "configurations")]
+    for name in best_first:
+        rows += [(name, metric, value, unit) for metric, (value, unit) in found[name].items()]
+    more = dict(minutes=args.minutes, seed=args.seed, recipe=recipe_lines(args), questions=args.questions)
+    more["settings"] = {name: SETTINGS[name] for name in best_first}
+    write_results(args.name, rows, card_id=card_id(), **more)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""The speedrun, its peer, its variations, and pass rates against uniform passes: what scripts work out."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_benchmarks import benchmark_module  # noqa: F401
+
+import grpo_train
+from running.parsing import settings_from_file
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def speedrun(benchmark_module):  # noqa: F811
+    return benchmark_module("speedrun")
+
+
+def test_sampled_over_trained_counts_the_pass_and_the_extra_rollouts(speedrun):
+    """Two steps of 4 x 8, a pass of 20 and three groups that gave way: 108 sampled, 40 + 14 computed."""
+    steps = [
+        {"first_pass_completions": 20, "replaced_groups": 1, "scored_completions": 40},
+        {"replaced_groups": 2, "scored_completions": 14},
+    ]
+    assert speedrun.sampled_over_trained(steps, (4, 8)) == 2.0
+
+
+def test_the_curve_is_over_the_minutes_of_the_clock(speedrun):
+    seconds, right = [30.0, 33.0, 36.0, 39.0, 60.0, 63.0, 90.0], [0.1, 0.1, 0.2, 0.2, 0.4, 0.3, 0.5]
+    assert speedrun.curve(seconds, right) == [[1.0, 0.2], [1.5, 0.4]]
+
+
+def test_a_run_whose_first_step_has_nothing_right_is_stopped(speedrun, tmp_path):
+    """The supervised steps before it do not count, nor what its line rounds to 0."""
+    program = "print('step 1  loss 0.5'); print('step 1  reward 0.2  right 0.00', flush=True); "
+    program += "import time; time.sleep({})"
+    (tmp_path / "metrics.jsonl").write_text('{"correct": 0.0}\n')
+    with pytest.raises(SystemExit, match="the pass rate after the warm start is 0, and GRPO has nothing"):
+        speedrun.run_by_the_clock(["-c", program.format(600)], tmp_path / "log", tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"correct": 0.002}\n')
+    status, seconds, moments = speedrun.run_by_the_clock(
+        ["-c", program.format(0)], tmp_path / "log", tmp_path
+    )
+    assert status == 0
+    assert 0 < moments[1] <= seconds
+
+
+def options(tmp_path, **more):
+    return SimpleNamespace(minutes=1.0, saving=10.0, work=tmp_path, **more)
+
+
+def test_minutes_that_are_too_short_say_what_is_needed(speedrun, tmp_path):
+    words = [
+        "-c",
+        "import sys; sys.exit('grpo_train.py: max_wall_minutes=0.8: loading took 90 s: give more than 1.6')",
+    ]
+    with pytest.raises(
+        SystemExit, match=r"give more than 1.6\n--minutes 1 is too short: give that, and 10 s"
+    ):
+        speedrun.once(words, tmp_path / "out", options(tmp_path), [])
+    with pytest.raises(SystemExit, match=r"took 61.0 s of 60: what comes after the last step .* --saving 10"):
+        speedrun.once(["-c", ""], tmp_path / "out", options(tmp_path), [], lambda: 61.0)
+    assert not (tmp_path / "out.json").exists(), "neither counts as a run"
+
+
+def test_no_minutes_left_beside_saving_are_refused_at_once(speedrun, capsys):
+    words = ["--model", "m", "--data", "d", "--minutes", "0.1", "--saving", "12"]
+    with pytest.raises(SystemExit):
+        speedrun.checked(speedrun.arguments(""), words)
+    assert "--minutes 0.1: 12 s of them are for saving; give more" in capsys.readouterr().err
+
+
+def test_a_run_of_another_recipe_is_not_taken_for_this_one_s(speedrun, tmp_path):
+    made = speedrun.once(["-c", ""], tmp_path / "out", options(tmp_path), ["lr: 1"])
+    assert speedrun.once(["-c", ""], tmp_path / "out", options(tmp_path), ["lr: 1"]) == made
+    with pytest.raises(SystemExit, match="is of another command or recipe"):
+        speedrun.once(["-c", ""], tmp_path / "out", options(tmp_path), ["lr: 2"])
+
+
+def test_means_over_the_seeds_stand_beside_each(speedrun):
+    reports = {
+        seed: {"greedy": {"accuracy": value, "questions": 10}, "mean4": {"accuracy": value / 2}}
+        for seed, value in ((0, 0.5), (1, 0.25))
+    }
+    runs = {seed: [("steps", steps, "steps")] for seed, steps in ((0, 10), (1, 20))}
+    found = {metric: value for _, metric, value, _ in speedrun.result_rows("case", reports, runs)}
+    assert (found["greedy"], found["mean4"], found["steps"]) == (0.375, 0.1875, 15)
+    assert (found["greedy_1"], found["steps_0"], found["seeds"]) == (0.25, 10, 2)
+
+
+# The variations
+
+
+@pytest.fixture
+def tune(benchmark_module):  # noqa: F811
+    return benchmark_module("speedrun_tune")
+
+
+def tune_options(tmp_path, **more):
+    how = dict(model="m", work=tmp_path, seed=1, recipe="configs/speedrun.yaml", minutes=5.0, name="tune")
+    how |= dict(questions=512)
+    return SimpleNamespace(**{**how, **more})
+
+
+def test_every_variation_is_a_recipe_and_differs_from_the_first(tune, tmp_path):
+    seen = []
+    for name, settings in tune.SETTINGS.items():
+        given = {key: value for key, value in settings.items() if key != "start"}
+        config = tune.config_of(tune_options(tmp_path), given)
+        start = tune.warm_start_settings(config)
+        changed = settings.get("start", {})
+        steps = dict(num_steps=None) if "num_epochs" in changed else {}
+        start = tune.dataclasses.replace(start, **steps, **changed)
+        assert (config, start) not in seen, name
+        seen.append((config, start))
+
+
+def test_the_warm_up_of_a_variation_is_as_long_as_the_recipe_s(tune, tmp_path):
+    recipe = settings_from_file(grpo_train.Config, ROOT / "configs" / "speedrun.yaml")
+    config = tune.config_of(tune_options(tmp_path), {})
+    steps = recipe["warmup_ratio"] * recipe["num_steps"]
+    assert config.warmup_ratio * config.num_steps == pytest.approx(steps) == pytest.approx(8)
+
+
+def test_the_set_up_of_the_first_step_does_not_count(tune, tmp_path):
+    """A first step of 30 s, with 2 s of a second: 28 s of them were compiling."""
+    trial = tune.Trial(tmp_path, 0, None, None, [])
+    progress = SimpleNamespace(step=1, train_seconds=30.0)
+    run = SimpleNamespace(progress=progress, is_finished=False)
+    run.metrics = {"rollout_seconds": 20.0, "reward_seconds": 1.0, "update_seconds": 9.0}
+    trial.ask(run, None)
+    progress.step, progress.train_seconds = 2, 32.0
+    run.metrics = {"rollout_seconds": 1.0, "reward_seconds": 0.5, "update_seconds": 0.5}
+    trial.ask(run, None)
+    assert progress.train_seconds == 4.0
+
+
+def test_variations_of_several_calls_add_up_and_those_of_another_recipe_do_not(tune, tmp_path, monkeypatch):
+    common = importlib.import_module("common")
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    args = tune_options(tmp_path)
+    first = {"recipe": {"mean8": (0.3, "accuracy")}, "kl": {"failed": ("diverged", "")}}
+    tune.write(args, first)
+    assert tune.tried_before(args) == first
+    tune.write(args, tune.tried_before(args) | {"g-4": {"mean8": (0.4, "accuracy")}})
+    rows = json.loads((tmp_path / "tune.json").read_text())["rows"]
+    assert rows[0]["value"] == 3
+    assert [row["case"] for row in rows[1:]] == ["g-4", "recipe", "kl"], "the best first"
+    with pytest.raises(SystemExit, match="is of another recipe, seed or --minutes"):
+        tune.tried_before(tune_options(tmp_path, minutes=3.0))
+
+
+# By pass rate against uniform
+
+
+@pytest.fixture
+def sampling(benchmark_module):  # noqa: F811
+    return benchmark_module("problem_sampling")
+
+
+def a_step(seconds, **more):
+    return dict(rollout_seconds=seconds, reward_seconds=0.0, update_seconds=0.0, **more)
+
+
+def test_seconds_count_the_pass_and_not_the_set_up(sampling):
+    steps = [a_step(30.0, first_pass_seconds=5.0), a_step(2.0), a_step(3.0)]
+    assert sampling.seconds_of(steps) == {0: 5.0, 1: 7.0, 2: 9.0, 3: 12.0}
+
+
+def test_the_first_accuracy_that_reaches_the_target_counts():
+    sampling = importlib.import_module("problem_sampling")
+    curve = {0: (5.0, 0.1), 10: (9.0, 0.3), 20: (13.0, 0.2), 30: (17.0, 0.4)}
+    assert sampling.first_to_reach(curve, 0.2) == 9.0
+    assert sampling.first_to_reach(curve, 0.5) is None
+
+
+def test_the_study_has_the_recipe_and_the_two_ways_to_draw(sampling, tmp_path):
+    (tmp_path / "data").mkdir()
+    settings = ["pass_rate_samples=2", "batch_size=16"]
+    args = SimpleNamespace(recipe="configs/speedrun.yaml", model="m", steps=40, every=20, work=tmp_path)
+    args.seeds, args.settings = [1, 2], settings
+    assert sampling.write_study(args, tmp_path / "data") == [0, 20, 40]
+    from grpo_study import Options
+    from running import sft_config
+    from running.study_file import read_study
+
+    start = sft_config.Config, sft_config.warm_start_settings
+    study = read_study(tmp_path / "study.yaml", grpo_train.Config, *start, Options(output_dir=str(tmp_path)))
+    one, other = study.configs["uniform"], study.configs["pass_rate"]
+    assert (one.batch_size, one.problem_sampling, one.learning_rate) == (16, "uniform", 2e-6)
+    assert (other.batch_size, other.problem_sampling, other.pass_rate_samples) == (16, "pass_rate", 2)
+
+
+# Tables, and vLLM
+
+
+def result(rows, **more):
+    names = ("case", "metric", "value", "unit")
+    made = {"script": "s.py", "card": "NVIDIA H200", "versions": {"torch": "2", "transformers": "5"}}
+    return (
+        made
+        | {"date": "d", "card_id": "GPU-1", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+        | more
+    )
+
+
+def test_tables_say_what_is_there_and_what_is_not_yet(benchmark_module, speedrun, tmp_path, monkeypatch):  # noqa: F811
+    tables = benchmark_module("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.speedrun().startswith("ours: not measured yet. TRL with vLLM: not measured yet.")
+    assert tables.speedrun_tune().startswith("Not measured yet")
+    assert tables.problem_sampling().startswith("Not measured yet")
+    reports = {0: {"greedy": {"accuracy": 0.43, "questions": 9}, "mean4": {"accuracy": 0.4}}}
+    names = "seconds warm_start_seconds seconds_to_first_step steps completions_per_s dead_groups".split()
+    runs = {0: [(name, value, "") for name, value in zip(names, (299, 60, 90, 140, 400, 0.1), strict=True)]}
+    rows = speedrun.result_rows("speedrun-5min", reports, runs)
+    (tmp_path / "speedrun.json").write_text(json.dumps(result(rows)))
+    lines = tables.speedrun().splitlines()
+    assert lines[2] == "| ours | 5min | 1 | 0.430 | 0.400 | 299 | 60 | 90 | 140 | 400 | 10% |"
+    assert "TRL with vLLM: not measured yet." in lines[-1]
+    row = (
+        ("seconds_to_uniforms_end", None, "s"),
+        ("mean8_at_the_start", 0.1, ""),
+        ("mean8_at_the_end", 0.3, ""),
+    )
+    row += (
+        ("seconds", 90.0, "s"),
+        ("first_pass_seconds", 9.0, "s"),
+        ("dead_groups", 0.2, ""),
+        ("sampled_over_trained", 1.5, ""),
+    )
+    more = dict(seeds=[1, 2, 3], steps=80, questions=512)
+    (tmp_path / "problem_sampling.json").write_text(
+        json.dumps(result([("uniform", *r) for r in row], **more))
+    )
+    assert (
+        tables.problem_sampling().splitlines()[2]
+        == "| `uniform` | never | 0.100 | 0.300 | 90 | 9 | 20% | 1.50 |"
+    )
+
+
+def test_the_better_mode_of_vllm_counts_for_each_number(benchmark_module, monkeypatch):  # noqa: F811
+    generation, emitted = benchmark_module("bench_generation"), {}
+    said = {
+        "in_process": [["c", "tokens_per_s", 20.0, "tokens/s"], ["t", "seconds", 9.0, "s"]],
+        "engine_process": [["c", "tokens_per_s", 17.0, "tokens/s"], ["t", "seconds", 7.0, "s"]],
+    }
+
+    def run(words, **_):
+        lines = [
+            "INFO of its own",
+            *("vllm " + json.dumps(row) for row in said[words[words.index("--mode") + 1]]),
+        ]
+        return SimpleNamespace(returncode=0, stdout="\n".join(lines))
+
+    monkeypatch.setattr(generation.subprocess, "run", run)
+    args = SimpleNamespace(model=None, data=None)
+    generation.vllm_case("c", args, lambda case, metric, value, unit: emitted.update({(case, metric): value}))
+    assert emitted["c", "vllm_tokens_per_s"] == 20.0
+    assert emitted["c", "vllm_tokens_per_s_best_mode"] == "in_process"
+    assert emitted["t", "vllm_seconds"] == 7.0
+    assert emitted["t", "vllm_seconds_best_mode"] == "engine_process"
+    assert emitted["c", "vllm_tokens_per_s_engine_process"] == 17.0
+    tables = benchmark_module("tables")
+    numbers = {f"vllm_tokens_per_s{s}": v for s, v in (("", 20584.0), ("_logprobs", 13624.0))}
+    numbers |= {
+        "vllm_tokens_per_s_best_mode": "in_process",
+        "vllm_tokens_per_s_logprobs_best_mode": "engine_process",
+    }
+    assert "20,584 tokens/s (in process), 13,624 with the log-probs" in tables._vllm_note("1.5b-8x8", numbers)
+
+
+# Whole runs
+
+RECIPE = """
+model: tiny
+dataset: arithmetic
+warm_start: {folder}/warm.yaml
+max_wall_minutes: 1
+num_steps: 3
+batch_size: 4
+num_generations: 4
+max_completion_length: 48
+beta: 0
+m3po_lambda: 0
+warmup_ratio: 0.0
+limit: 100
+eval_every: 0
+cpu_threads: 1
+"""
+WARM = "batch_size: 64\nnum_epochs: null\nnum_steps: 100\nlearning_rate: 3e-3\n"
+
+
+@pytest.fixture
+def small_recipe(tmp_path):
+    """A recipe of the tiny model, and arithmetic problems as a folder with both splits."""
+    from problems.sources import load_problems
+
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
+    (tmp_path / "warm.yaml").write_text(WARM)
+    for split, count in (("train", 900), ("test", 20)):
+        rows = [
+            {"question": p.question, "answer": p.answer, "solution": p.solution}
+            for p in load_problems("arithmetic", split)[:count]
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def benchmark(script, folder, *words):
+    """Run a script of benchmarks/ on the small recipe; returns its rows as {(case, metric): value}."""
+    command = [sys.executable, f"benchmarks/{script}", "--model", "tiny", "--data", str(folder)]
+    command += ["--recipe", str(folder / "recipe.yaml"), "--work", str(folder / "work"), *words]
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "BENCH_RESULTS": str(folder / "results"),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = next(json.loads(line) for line in reversed(done.stdout.splitlines()) if line.startswith("[{"))
+    return {(row["case"], row["metric"]): row["value"] for row in rows}
+
+
+@pytest.mark.slow
+def test_the_speedrun_goes_from_a_model_to_an_evaluated_one(small_recipe):
+    words = "--minutes 4 --seeds 0 1 --answer_tokens 48".split()
+    found = benchmark("speedrun.py", small_recipe, *words)
+    case = "speedrun-4min"
+    assert (found[case, "steps_0"], found[case, "seeds"], found[case, "questions"]) == (3, 2, 20)
+    assert found[case, "greedy"] == pytest.approx(
+        (found[case, "greedy_0"] + found[case, "greedy_1"]) / 2, abs=1e-4
+    )
+    kept = json.loads((small_recipe / "results" / "speedrun.json").read_text())
+    assert [len(curve) for curve in kept["curves"].values()] == [1, 1], "a point for three steps"
+
+
+@pytest.mark.slow
+def test_the_peer_does_the_same_work_with_generate(small_recipe):
+    trl = pytest.importorskip("trl")
+    words = "--sampler generate --cpu --minutes 4 --answer_tokens 48".split()
+    found = benchmark("speedrun_trl.py", small_recipe, *words)
+    assert found["speedrun-4min", "steps_0"] == 3
+    assert found["speedrun-4min", "questions"] == 20
+    peer = importlib.import_module("speedrun_trl")
+    config = grpo_train.Config(**settings_from_file(grpo_train.Config, ROOT / "configs" / "speedrun.yaml"))
+    args = SimpleNamespace(sampler="vllm", cpu=True, trl_settings=["per_device_train_batch_size=128"])
+    settings = peer.trl_settings(config, args)
+    assert set(settings) <= {field.name for field in fields(trl.GRPOConfig)}
+    assert settings["per_device_train_batch_size"] == 128
+
+
+@pytest.mark.slow
+def test_variations_and_pass_rates_are_tried_on_held_out_questions(small_recipe):
+    warm = small_recipe / "warm.yaml"
+    warm.write_text(warm.read_text().replace("num_steps: 100", "num_steps: 10"))
+    words = "--minutes 0.6 --setup 10 --only recipe pass-rate --seed 1 --questions 16".split()
+    found = benchmark("speedrun_tune.py", small_recipe, *words)
+    assert found["all", "configurations_tried"] == 2
+    assert {case for case, metric in found if metric == "mean8"} == {"recipe", "pass-rate"}
+    found = benchmark(
+        "problem_sampling.py", small_recipe, *"--steps 4 --every 2 --seeds 1 2 --questions 16".split()
+    )
+    assert {case for case, _ in found} == {"uniform", "pass_rate"}
+    assert found["pass_rate", "first_pass_seconds"] > found["uniform", "first_pass_seconds"] == 0
