@@ -14,8 +14,9 @@ if __name__ == "__main__":
     end_on_interrupt()
     from running.grpo_config import Config
     from running.parsing import parse_early
+    from running.settings import refuse_folder
 
-    SETTINGS = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
+    SETTINGS = parse_early(Config, __doc__, refuse_folder)  # before torch is imported, which takes seconds
 
 import math
 import statistics

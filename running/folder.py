@@ -18,10 +18,10 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, read_metrics, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, write_whole
 from running.contract import noted
 from running.locks import forget, hold
-from running.settings import names_with, resolved
+from running.settings import names_with, refuse_folder, resolved
 
 BEST = "best.json"  # in output_dir/best: the step and the held-out accuracy of the model there
 # What a run leaves beside its logs and its model
@@ -31,43 +31,10 @@ FOLDERS = ("best", "adapter", "trackers", "wandb", ".saving")
 
 def refuse_used(config):
     """Refuse an output_dir that holds a run, or that cannot be a folder, before any work is done."""
-    remedy = _why_not(config, Path(config.output_dir))
-    if remedy:
-        raise SettingError("output_dir", config.output_dir[:100], remedy)
+    refuse_folder(config)
     is_left = (Path(config.output_dir) / "run_config.yaml").exists() and not config.resume
     if config.overwrite_output_dir or is_left:
         _refuse_to_clear_inputs(config)
-
-
-def _why_not(config, folder):
-    """Why a run cannot write there, or None."""
-    is_too_long = any(len(os.fsencode(part)) > 255 for part in folder.parts)
-    if not config.output_dir.strip() or "\0" in config.output_dir or is_too_long:
-        return "is no name of a folder"
-    holds_a_run = has_begun(folder)
-    others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
-    if others and not holds_a_run and not config.overwrite_output_dir:
-        what = f"holds a {others[0]} that is no run's and would be written over"
-        return f"{what}: choose another, or say --overwrite_output_dir true"
-    if holds_a_run and not (config.overwrite_output_dir or config.resume):
-        return "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true"
-    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
-        return "is a file, or lies under one: give a folder"
-    files = (*LOGS, FINISHED, "run_config.yaml", "config.json", "model.safetensors")
-    blocking = [name for name in files if (folder / name).is_dir()]
-    blocking += [name for name in (".saving", "best") if (folder / name).is_file()]
-    if blocking:
-        what = f"holds a {blocking[0]} of another kind, which is in the way"
-        return f"{what}: move it, or choose another folder"
-    return None
-
-
-def has_begun(folder):
-    """Whether a folder holds something of a run: a finished step, or a model. One of 0 steps is none."""
-    if not (folder / "run_config.yaml").exists():
-        return False
-    others = any((folder / name).exists() for name in (FINISHED, "config.json"))
-    return others or any(folder.glob("checkpoint-*")) or bool(read_metrics(folder))
 
 
 def lock_folder(folder, accelerator, named):

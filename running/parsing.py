@@ -447,14 +447,17 @@ UNWRITABLE = {
 }
 
 
-def parse_early(config_class, doc):
+def parse_early(config_class, doc, refuse=None):
     """The settings of a script's command, and its first line; called before the script imports torch.
 
-    None for one of several processes, of which the first reads the settings for all.
+    None for one of several processes, of which the first reads the settings for all. refuse: raises an error
+    for settings that cannot be served here, such as a folder in use.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return None
     config = told(parse_config, config_class, None, doc)
+    if refuse is not None:
+        told(refuse, config)
     print(config.first_line, file=sys.stderr if config.answers_on_stdout else sys.stdout, flush=True)
     return config
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Literal
 from answers.formats import ANSWER_FORMATS
 from errors import SettingError
 from problems.prompts import Prompting, system_prompt_text
+from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
@@ -451,6 +453,44 @@ def check_prompting(config):
     check_one_of(config, "grading", GRADINGS)
     object.__setattr__(config, "system_prompt", system_prompt_text(config))
     Prompting.of(config)
+
+
+def refuse_folder(config):
+    """Refuse an output_dir that holds a run, or that cannot be a folder."""
+    remedy = _why_not(config, Path(config.output_dir))
+    if remedy:
+        raise SettingError("output_dir", config.output_dir[:100], remedy)
+
+
+def _why_not(config, folder):
+    """Why a run cannot write there, or None."""
+    is_too_long = any(len(os.fsencode(part)) > 255 for part in folder.parts)
+    if not config.output_dir.strip() or "\0" in config.output_dir or is_too_long:
+        return "is no name of a folder"
+    holds_a_run = has_begun(folder)
+    others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
+    if others and not holds_a_run and not config.overwrite_output_dir:
+        what = f"holds a {others[0]} that is no run's and would be written over"
+        return f"{what}: choose another, or say --overwrite_output_dir true"
+    if holds_a_run and not (config.overwrite_output_dir or config.resume):
+        return "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true"
+    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
+        return "is a file, or lies under one: give a folder"
+    files = (*LOGS, FINISHED, "run_config.yaml", "config.json", "model.safetensors")
+    blocking = [name for name in files if (folder / name).is_dir()]
+    blocking += [name for name in (".saving", "best") if (folder / name).is_file()]
+    if blocking:
+        what = f"holds a {blocking[0]} of another kind, which is in the way"
+        return f"{what}: move it, or choose another folder"
+    return None
+
+
+def has_begun(folder):
+    """Whether a folder holds something of a run: a finished step, or a model. One of 0 steps is none."""
+    if not (folder / "run_config.yaml").exists():
+        return False
+    others = any((folder / name).exists() for name in (FINISHED, "config.json"))
+    return others or any(folder.glob("checkpoint-*")) or bool(read_metrics(folder))
 
 
 def resolved(config):

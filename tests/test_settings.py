@@ -87,6 +87,21 @@ def test_help_and_a_mistake_are_answered_before_torch_is_imported(script, tmp_pa
     assert words in mistyped.stderr
 
 
+@pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py"])
+def test_a_folder_in_use_is_refused_before_torch_is_imported(script, tmp_path):
+    """The first line named the other run's page; the refusal came after ten seconds of imports."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(99)\n")
+    used = tmp_path / "out"
+    used.mkdir()
+    for name in ("run_config.yaml", "finished.json"):
+        (used / name).write_text("{}")
+    words = [sys.executable, script, "--output_dir", str(used)]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "holds a run already: choose another" in done.stderr
+
+
 def help_of(config_class, monkeypatch, capsys):
     """--help, one line an entry: {flag: its line}, and its whole text."""
     monkeypatch.setenv("COLUMNS", "5000")
