@@ -551,7 +551,9 @@ def _mix(
         tl.store(mix + recorded, weights, mask=(path < G) & (other < G))
         new = tl.where(listens, blended.to(embed.dtype), embed)
         moved = new.to(tl.float32) - before
-        change = tl.sqrt(tl.sum(moved * moved, 1)) / tl.maximum(tl.sqrt(tl.sum(before * before, 1)), 1e-9)
+        length, size = tl.sqrt(tl.sum(moved * moved, 1)), tl.sqrt(tl.sum(before * before, 1))
+        # 1e-9 is NO_SIZE in step.py
+        change = tl.where(size > 1e-9, length / tl.maximum(size, 1e-9), tl.where(length > 0, 1.0, 0.0))
         tl.debug_barrier()  # every input is read before one is written
         tl.store(inputs + row * E + e, new, mask=inside & listens)
         tl.store(input_change + row * columns + token, change[:, None], mask=here)

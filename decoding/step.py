@@ -153,6 +153,9 @@ def by_group(values, row_of_path):
     return F.pad(values, (0, 0) * (values.dim() - 1) + (0, 1))[row_of_path]
 
 
+NO_SIZE = 1e-9  # an embedding as short as this is none
+
+
 def mix_step(embeds, products, thinking, row_of_path, rows, mix, interaction):
     """M3PO: the next inputs (n, E), each its own token's embedding blended with those of the thinking peers.
 
@@ -180,7 +183,9 @@ def _recorded(embeds, blended, weights, rows, mix):
     """The inputs (n, E) among those by group, recorded with their weights."""
     inputs = blended[rows.slot, rows.path]
     token, alone = (rows.t - 1).clamp(min=0), embeds.float()
-    change = (inputs.float() - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-9)
+    moved, size = (inputs.float() - alone).norm(dim=-1), alone.norm(dim=-1)
+    # of a token without an embedding of its own, such as padding, all that is read comes from others
+    change = torch.where(size > NO_SIZE, moved / size.clamp(min=NO_SIZE), (moved > 0).float())
     rows.input_change.scatter_(1, token[:, None], change[:, None])
     # all paths that still think are at the same token
     mix.index_copy_(1, token.max()[None] % mix.shape[1], weights[:, None])

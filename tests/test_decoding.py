@@ -144,6 +144,9 @@ def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
     moved = math.sqrt(1.5**2 + 3**2)
     assert rows.input_change[:2, 4].tolist() == pytest.approx([moved / 5, moved / 10], abs=1e-6)
     assert not rows.input_change[2].any()
+    embeds[0] = 0.0  # a token without an embedding, padding say: the change was 10^8 times nothing
+    mix_step(embeds, torch.ones(1, 3, 3), thinking, row_of_path, rows, mix, Interaction(0.5, 0.1))
+    assert rows.input_change[:2, 4].tolist() == pytest.approx([1.0, 0.5])
 
 
 @torch.no_grad()

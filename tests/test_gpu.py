@@ -528,6 +528,7 @@ def test_the_kernel_of_a_control_gives_what_plain_torch_does(control):
     thinking[row_of_path[0, :3]] = True
     logits, real = 2 * torch.randn(n, 512, device="cuda"), torch.ones(512, dtype=torch.bool, device="cuda")
     embeds, heard = torch.randn(2, n, E, device="cuda")
+    embeds[3] = 0.0  # of padding, say
     slot, path = torch.zeros(2, n, dtype=torch.long, device="cuda")
     for b, g in (row_of_path < n).nonzero().tolist():
         slot[row_of_path[b, g]], path[row_of_path[b, g]] = b, g
