@@ -513,7 +513,10 @@ def check_rewards(config, reward_functions, problem):
     try:
         check_parameters(reward_functions, {*columns, "trainer_state", *RewardLog([]).arguments})
     except ValueError as error:
-        raise SettingError("reward", config.reward, str(error)) from error
+        named = ("reward", config.reward)
+        if config.reward is None:  # they were given in Python, or are those of a set
+            named = ("reward_functions", [reward_name(function) for function, _ in reward_functions])
+        raise SettingError(*named, str(error)) from error
 
 
 def compute_rewards(functions, columns, step=None, gather=list, timeout=0.0, log=None):

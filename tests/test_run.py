@@ -328,3 +328,15 @@ def test_report_html_is_opened_once_where_it_is_asked_for(fault_start, tmp_path,
 def test_the_end_by_max_minutes_is_said(fault_start, tmp_path, capsys):
     grpo_train.train(settings_of(fault_start, tmp_path / "out", max_minutes=1e-9))
     assert "max_minutes=1e-09 of training are over: the run ends" in capsys.readouterr().out
+
+
+def test_a_reward_given_from_python_is_named_where_it_needs_what_is_not_there(recipe_start, tmp_path):
+    """`reward=None` was named, a setting that nobody had set."""
+
+    def by_difficulty(completions, difficulty):
+        return [0.0] * len(completions)
+
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path / "out"))
+    words = r"reward_functions=\['by_difficulty'\]: by_difficulty needs difficulty"
+    with pytest.raises(SettingError, match=words):
+        grpo_train.train(config, reward_functions=by_difficulty, dataset=rows_of("dicts") * 50)
