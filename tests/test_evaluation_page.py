@@ -204,6 +204,7 @@ def test_a_comparison_has_a_page_of_the_questions_with_the_answers_of_both_sides
     ]
     tab.locator("#flips select").nth(2).select_option(label="right less often (1)")
     tab.locator("#flipped summary").click()
+    tab.locator("#flipped pre").nth(3).wait_for()  # they are made when the browser says that it has opened
     assert tab.locator("#flipped pre").all_inner_texts() == [
         f"said {answer} {HOSTILE}" for answer in ("3", "3", "no", "3")
     ]
