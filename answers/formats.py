@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from answers.user_files import named_in_file, shown_error
 
@@ -143,21 +144,17 @@ def answer_format_named(name):
         found = named_in_file(path, within)
     except ValueError as error:
         raise ValueError(f"answer_format {name!r} cannot be had: {error}") from error
-    if not any(found is one for one in _checked):  # once: it is asked for with every completion
-        if problem := _problem_of(found):
-            raise ValueError(f"answer_format {name!r} {problem}")
-        _checked.append(found)
+    if not isinstance(found, AnswerFormat):
+        kind = "nothing" if found is None else f"a {type(found).__name__}"
+        raise ValueError(f"answer_format {name!r} is {kind} there: make it with answers.formats.AnswerFormat")
+    if problem := _problem_of(found):
+        raise ValueError(f"answer_format {name!r} {problem}")
     return found
 
 
-_checked = []  # formats of the user's that can be used
-
-
+@cache
 def _problem_of(found):
-    """Why this is no AnswerFormat that can be used: it must find what it has written; None if it is one."""
-    if not isinstance(found, AnswerFormat):
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
-        return f"is {kind} there: make it with answers.formats.AnswerFormat"
+    """Why an AnswerFormat cannot be used: it must find what it has written; None where it can."""
     try:
         written = {answer: found.write("So it is.", answer) for answer in ("42", "x = 7, y = 8")}
         read = {answer: found.extract(text) for answer, text in written.items()}

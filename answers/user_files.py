@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 import sys
 import sysconfig
@@ -20,12 +21,11 @@ def named_in_file(path, name):
     The file runs once a process, however much of it is asked for, and again after it has changed. ValueError
     where there is no such file, and where it does not import.
     """
-    file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{f'{path}:{name}'!r}: there is no file {path}")
-    version = file.stat()
+    version = os.stat(path)
     try:
-        module = _module_of(file.resolve(), version.st_mtime_ns, version.st_size)
+        module = _module_of(os.path.abspath(path), version.st_mtime_ns, version.st_size)
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
         raise ValueError(f"{path} does not import: {shown_error(error)}") from error
     return getattr(module, name, None)
@@ -104,6 +104,7 @@ def _imported(file):
 @cache
 def _module_of(path, changed_at, size):
     """The module that a user's file makes, for as long as the file stays the same."""
+    path = Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses of the file look themselves up

@@ -27,6 +27,14 @@ def choose_device():
     return torch.device("cpu")
 
 
+def cpu_threads(config, device):
+    """Threads that torch gets on the CPU, None for its own choice.
+
+    One beside a GPU: there the CPU has only short work left, and to wake threads takes longer than that.
+    """
+    return config.cpu_threads or (1 if device.type == "cuda" else None)
+
+
 def fault_of(device):
     """What a device does otherwise than the CPU, in a few words; None where it passes.
 

@@ -117,9 +117,14 @@ def policy_bytes(model, config):
     return int(model.dtype.itemsize * (count - packed) + packed * (0.5 + 1 / 64 + 4 / (64 * 256)))
 
 
+def in_4_bits(weight):
+    """Whether bitsandbytes has packed a weight."""
+    return hasattr(weight, "quant_state")
+
+
 def dense(parameter):
     """The values of a weight, as its layer multiplies by them: 4-bit ones unpacked, any other as it is."""
-    if getattr(parameter, "quant_state", None) is None:
+    if not in_4_bits(parameter):
         return parameter
     from bitsandbytes.functional import dequantize_4bit
 
@@ -133,7 +138,7 @@ def check_4bit(model):
     """
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in type(model)(model.config).named_parameters()}
-    packed = {name: p.quant_state.shape for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    packed = {name: p.quant_state.shape for name, p in model.named_parameters() if in_4_bits(p)}
     if not packed or any(shape != shapes.get(name) for name, shape in packed.items()):
         kind = f"the layers of a {model.config.model_type} model are none that bitsandbytes keeps in 4 bits"
         raise SettingError("load_in_4bit", True, f"{kind}: leave it out, or take another model")
@@ -360,23 +365,21 @@ def _check_merging(model, adapted, wanted):
     for parameter in adapters:
         parameter.copy_(ADAPTER_NOISE * torch.randn(parameter.shape, generator=generator))
     ours = scored(model)
-    # by name: the weight, or the layer of a weight in 4 bits
-    weights, plain = {plain_name(name): p for name, p in model.named_parameters()}, {}
+    weights, undo = {plain_name(name): p for name, p in model.named_parameters()}, []
     for name in first:
-        merged = merged_weight(weights[name], adapted[name]).to(model.dtype)
-        if is_4bit(adapted[name]):  # which would round it
-            plain[name] = adapted[name].base_layer
-            adapted[name].base_layer = linear(merged, plain[name].bias)
+        layer, weight = adapted[name], weights[name]
+        merged = merged_weight(weight, layer).to(model.dtype)
+        if is_4bit(layer):  # which would round it
+            undo.append((layer, "base_layer", layer.base_layer))
+            layer.base_layer = linear(merged, layer.base_layer.bias)
         else:
-            plain[name], weights[name].data = weights[name].data, merged
+            undo.append((weight, "data", weight.data))
+            weight.data = merged
     for parameter in adapters:
         parameter.zero_()
     theirs = [logits.to(model.dtype) for logits in scored(model)]
-    for name, value in plain.items():
-        if is_matrix_product(value):
-            adapted[name].base_layer = value
-        else:
-            weights[name].data = value
+    for owner, attribute, value in undo:
+        setattr(owner, attribute, value)
     for parameter, value in zip(adapters, given, strict=True):
         parameter.copy_(value)
     if any(map(far_apart, ours, theirs)):
@@ -405,7 +408,7 @@ def linear_layers(model):
     body = set(model_body(model).modules())
     named = [(name, layer) for name, layer in model.named_modules() if name]
     matrices = [(name, layer) for name, layer in named if layer in body and is_matrix_product(layer)]
-    names = {n for n, layer in matrices if layer.weight.requires_grad or hasattr(layer.weight, "quant_state")}
+    names = {name for name, layer in matrices if layer.weight.requires_grad or in_4_bits(layer.weight)}
     if model.config.model_type in READ_UNCALLED:
         names = {name for name in names if not name.endswith(".out_proj")}
     last = {name.rsplit(".", 1)[-1] for name in names}
@@ -469,7 +472,7 @@ def _adapted_weights(model, wanted=None):
 def is_4bit(layer):
     """Whether this is an adapted linear layer whose own weights are in 4 bits."""
     base = getattr(layer, "base_layer", None)
-    return isinstance(base, nn.Linear) and hasattr(base.weight, "quant_state")
+    return isinstance(base, nn.Linear) and in_4_bits(base.weight)
 
 
 def merged_weight(value, layer):

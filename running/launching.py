@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from answers.user_files import code_of, user_files
 from errors import RunError, SettingError
-from learning.device import choose_device
+from learning.device import choose_device, cpu_threads
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from learning.precision import compute_dtype
@@ -247,9 +247,7 @@ def start_processes(config):
     no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = make_accelerator(config, [no_broadcast])
     torch.manual_seed(config.seed)
-    # beside a GPU the CPU has only short work left, and to wake threads takes longer than that
-    default = 1 if accelerator.device.type == "cuda" else None
-    if threads := config.cpu_threads or default:
+    if threads := cpu_threads(config, accelerator.device):
         torch.set_num_threads(threads)
     check_shares(config, accelerator.num_processes)
     return accelerator

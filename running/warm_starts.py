@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from answers.user_files import code_of, user_files
 from decoding.engine import say
+from learning.device import cpu_threads
 from reporting.files import sha256_of, write_whole
 from running.contract import model_fingerprint, problems_fingerprint
 from running.folder import clear
@@ -61,7 +62,6 @@ def key_of(settings, inputs, device, processes):
     if settings.patience:
         free.remove("eval_every")  # evaluations decide where it ends
     is_on_gpu = device.type == "cuda"
-    threads = settings.cpu_threads or (1 if is_on_gpu else torch.get_num_threads())
     code = {name: digest for name, digest in imported_files("sft_train.py") if not name.startswith(UNUSED)}
     of_the_user = [sha256_of(file) for _, path in code_of(settings) for file in user_files(path)]
     depends_on = {
@@ -70,7 +70,7 @@ def key_of(settings, inputs, device, processes):
         "code": [code, of_the_user],
         "machine": [platform.system(), platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "device": torch.cuda.get_device_name(device) if is_on_gpu else device.type,
-        "threads": threads,
+        "threads": cpu_threads(settings, device) or torch.get_num_threads(),
         "processes": processes,
     }
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:32]

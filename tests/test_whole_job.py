@@ -153,6 +153,10 @@ def test_rollout_records_hold_the_group_and_who_listened_to_whom(trained):
         assert r["reward"] == sum(r["rewards"].values())
     assert "tokens" not in records[4]
     assert sum(r["advantage"] for r in records[:4]) == pytest.approx(0, abs=1e-4)
+    rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)
+    advantages = group_advantages(rewards, 4)
+    assert [r["advantage"] for r in records] == pytest.approx(advantages.tolist(), abs=1e-6)
+    assert advantages.any()
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(warm, trained, tmp_path):
