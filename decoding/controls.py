@@ -158,8 +158,8 @@ def directions(keys, positions, width):
     counters = torch.arange(2 * width, device=keys.device).view(width, 2)
 
     def some(seeds):
-        noise = normals(hashed(seeds[:, None, None] ^ counters))
-        return noise / noise.square().sum(-1, keepdim=True).sqrt()
+        noise = normals(hashed(seeds[:, None, None] ^ counters)).double()  # rounded once, at the end
+        return (noise / noise.square().sum(-1, keepdim=True).sqrt()).float()
 
     seeds = hashed(keys ^ positions)
     made = torch.cat([some(part) for part in seeds.flatten().split(AT_ONCE)])
