@@ -65,14 +65,17 @@ def _is_missing(value):
     return value is None or (isinstance(value, float) and not math.isfinite(value))  # pandas: nan
 
 
+_number_in = lru_cache(maxsize=4096)(parse_number)  # a reference is that of a whole group
+
+
 @lru_cache(maxsize=4096)  # asked again for the log, and by other rewards
 def _correctness(answer, reference):
     if not answer:  # an empty answer must not match an empty reference
         return 0.0
     if answer == reference:
         return 2.0
-    number = parse_number(answer)
-    return 1.5 if number is not None and number == parse_number(reference) else 0.0
+    number = _number_in(answer)
+    return 1.5 if number is not None and number == _number_in(reference) else 0.0
 
 
 def correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
@@ -87,7 +90,7 @@ def correctness_reward(prompts=None, completions=(), answer=None, answer_format=
 def format_reward(completions=(), answer_format="xml", **kwargs):
     """0.2 for each of the format's tags that is in the text, however often."""
     tags = answer_format_named(answer_format).tags
-    return [sum(tag in _text(c) for tag in tags) / 5 for c in completions]
+    return [sum(tag in text for tag in tags) / 5 for text in map(_text, completions)]
 
 
 def combined_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):
@@ -471,7 +474,8 @@ def _values(function, columns, where, timeout):
         return []
     with _time_limit(where, completions, timeout):
         try:
-            values = _called(function, _copied(columns))
+            is_own = getattr(function, "__module__", None) == __name__  # these change nothing
+            values = _called(function, columns if is_own else _copied(columns))
         except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
             raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas

@@ -175,6 +175,8 @@ def parse_number(text):
     Ignored: currency and percent signs, commas between groups of three, words and units, `x =`, one closing
     full stop, LaTeX spacing. Changed are "7 million", "x - 5" and "2^5".
     """
+    if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS:
+        return Fraction(int(text))  # as nearly all are: the same in a tenth of the time
     plain = plain_number_text(_without_unit(text)) if isinstance(text, str) else ""
     span = FIRST_TO_LAST_DIGIT.search(plain)
     literal = LITERAL.fullmatch(span[0]) if span else None

@@ -272,6 +272,8 @@ def compile_layers(model):
     torch._dynamo.config.optimize_ddp = False  # it would cut each layer where a bucket of gradients ends
     # {one row, few tokens, many} x {with gradients, without} x {policy, reference}
     torch._dynamo.config.recompile_limit = 16
+    # A constant, such as an adapter's scaling, is no input: that would be cast in C++, compiled for a minute.
+    torch._dynamo.config.specialize_float = True
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in layer_classes and module._compiled_call_impl is None:

@@ -239,3 +239,24 @@ def test_layers_of_a_model_that_is_used_again_are_not_compiled_twice(llama):
     assert all(compiled)
     compile_layers(model)
     assert [layer._compiled_call_impl for layer in model.model.layers] == compiled
+
+
+def test_an_adapters_scaling_is_a_constant_of_compiled_layers(llama):
+    compile_layers(copy.deepcopy(llama))
+
+    class Adapter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scaling = {"default": 0.3}
+
+        def forward(self, x):
+            return x * self.scaling["default"]
+
+    given = []
+
+    def backend(graph, inputs):
+        given.extend(inputs)
+        return graph.forward
+
+    torch.compile(Adapter(), dynamic=True, backend=backend)(torch.ones(3))
+    assert [x.dtype for x in given if isinstance(x, torch.Tensor)] == [torch.float32]  # no double of the CPU

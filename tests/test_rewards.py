@@ -1,6 +1,7 @@
 """Extraction, number reading and rewards on cases worked by hand, and on shared graded completions."""
 
 import asyncio
+import copy
 import functools
 import json
 import math
@@ -591,6 +592,15 @@ def test_what_a_function_does_to_its_arguments_reaches_no_other_function_and_no_
     )
     assert parts == {"spoils": [1.0, 2.0], "reads": [111.0, 223.0]}
     assert ids == [[5], [6, 7]]
+
+
+def test_the_projects_own_rewards_change_none_of_the_columns_which_they_get_uncopied():
+    problem = Problem("a?", "1", "", more={"notes": [["x"], {"y": 1}]})
+    columns = reward_columns([problem] * 2, ["<answer>1</answer>", "#### 2"], [[1], [2]], "xml")
+    before, own = copy.deepcopy(columns), {f: w for of_set in REWARD_SETS.values() for f, w in of_set}
+    compute_rewards(list(own.items()), columns)
+    assert columns == before
+    assert {f.__module__ for f in own} == {"rewards"}
 
 
 def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight():
