@@ -334,13 +334,14 @@ class Engine:
             tokens, thinking, top = sample_step(*sampled_from, kind)
         if last or (not self.on_cuda and bool(rows.finished.all())):
             return
-        inputs = self.backbone.embed(tokens)
         if kind.interacts:
-            inputs = self._interact(inputs, rows, thinking, top, block_tops)
+            inputs = self._interact(tokens, rows, thinking, top, block_tops)
+        else:
+            inputs = self.backbone.embed(tokens)
         self.backbone.decode(inputs, rows, self.row_of_path)
 
-    def _interact(self, embeds, rows, thinking, top, block_tops=None):
-        """The inputs (n, E) of paths that look at each other.
+    def _interact(self, tokens, rows, thinking, top, block_tops=None):
+        """The inputs (n, E) of paths that look at each other, which have sampled tokens (n,).
 
         top (n,): each row's largest logit; block_tops: of each block of them, where it is there already.
         """
@@ -348,10 +349,9 @@ class Engine:
         similarity, recorded = interaction.similarity, (self.row_of_path, rows, self.mix, interaction)
         if self.captures and similarity == "distribution":
             alike = kernels.group_products(rows.logits, top, real, self.row_of_path, thinking)
-            if interaction.control not in ("strangers", "own"):
-                return kernels.mix(embeds, alike, thinking, *recorded)
-            said = embeds, self._heard_instead(rows, embeds.shape[-1], block_tops)
-            return kernels.mix_heard(said, alike, thinking, *recorded)
+            heard = self._heard_by_kernels(rows, block_tops)
+            return kernels.mix((self.backbone.table, tokens), alike, thinking, *recorded, heard)
+        embeds = self.backbone.embed(tokens)
         if similarity == "distribution":
             # Probabilities up to a factor, which a cosine ignores.
             features = (real_scores(rows.logits, 1.0, real) - top[:, None]).exp()
@@ -364,21 +364,27 @@ class Engine:
             return mix_step(embeds, alike, thinking, *recorded)
         thinks = by_group(thinking, self.row_of_path)
         weights = weights_from_similarity(cosines(alike), thinks, interaction.temperature)
-        heard = self._heard_instead(rows, embeds.shape[-1], block_tops)
+        heard = self._heard_instead(rows, embeds.shape[-1])
         return control_step(embeds, heard, weights, *recorded)
 
-    def _heard_instead(self, rows, width, block_tops):
+    def _heard_by_kernels(self, rows, block_tops):
+        """What a control lets paths hear, as `kernels.mix` takes it."""
+        table, control = self.backbone.table, self.interaction.control
+        if control == "strangers":
+            return table, kernels.stranger_tokens(rows, self.strangers)
+        if control != "own":
+            return None
+        if block_tops is None:
+            return self._heard_instead(rows, table.shape[1])
+        return kernels.mean_embedding(table, *kernels.likeliest(rows, self.tables.real, block_tops))
+
+    def _heard_instead(self, rows, width):
         """What a control lets paths hear of each row in the place of its embedding, (n, E)."""
         token, control = (rows.t - 1).clamp(min=0), self.interaction.control
         if control == "noise":
             return directions(rows.key, token, width)
         if control == "strangers":
-            if self.captures:
-                return self.backbone.embed(kernels.stranger_tokens(rows, self.strangers))
             return self.backbone.embed(self.strangers.tokens(rows.key, token))
-        if block_tops is not None:
-            ids, probs = kernels.likeliest(rows, self.tables.real, block_tops)
-            return kernels.mean_embedding(self.backbone.embed(ids), probs)
         ids, probs = likeliest(rows.logits, self.unreal)
         at = token[:, None, None].expand(-1, 1, ids.shape[1])
         rows.heard_ids.scatter_(1, at, ids[:, None])

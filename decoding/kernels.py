@@ -7,17 +7,20 @@ Where a sum is cut into parts, they are always added in the same order, whicheve
 step.py; H query heads and K key heads of width D, S prompt slots, W logits of a row.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from decoding.step import norm_shrink
+from decoding.step import by_group, norm_shrink
 from decoding.tokens import LOGIT_BLOCK
+from m3po_module import products
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 # From Hopper on a kernel may start before the one ahead of it has ended, and then wait for it
 # (programmatic dependent launch).
@@ -213,7 +216,7 @@ def decode_attention(q, k, v, cache, rows, past_len, counter, scale, parts=None)
     token = (q, k, v, q.stride(0), k.stride(0), v.stride(0), cache.cos, cache.sin)
     keys_and_values = (cache.prompt[0], cache.prompt[1], cache.addresses)
     where = (rows.slot, rows.cache_row, rows.prompt_len, past_len, rows.finished)
-    results = (out, part_acc, part_sum, counter, scale * LOG2_E, P, C)
+    results = (out, part_acc, part_sum, counter, scale * LOG2_E.value, P, C)
     sizes = dict(HEADS=H // K, K=K, D=D, QUERIES=queries, WIDTH=width, BLOCK=block, PARTS=most)
     sizes |= dict(LEAST=max(least, block), EARLY=EARLY)
     launch = dict(num_warps=warps, num_stages=stages, launch_pdl=EARLY)
@@ -370,6 +373,20 @@ def few_rows_linear(a, weight, bias, counter, gated=False, residual=None, norm=N
 
 
 @triton.jit
+def _exp2(x):
+    """2 ** x, 0 below the smallest normal number. Called impure, it is computed once for all its users."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, False, 1)
+
+
+@triton.jit
+def _in_two(p):
+    """A float32 as the sum of two bf16, but for 2**-16 of it."""
+    bits = p.to(tl.int32, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, (p - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+
+
+@triton.jit
 def _group_products(
     logits,
     stride,
@@ -387,47 +404,52 @@ def _group_products(
     PATHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tile, part = tl.program_id(0), tl.program_id(1)
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, PATHS)
     group, path = tile * (PATHS // SLOTS) + lane // SLOTS, lane % SLOTS
     counts = (path < G) & (group < B)
     row = tl.load(row_of_path + group * G + path, mask=counts, other=rows)
     counts = counts & (row < rows)
     counts = counts & (tl.load(thinking + row, mask=counts, other=0) != 0)
-    sums = tl.zeros((PATHS, PATHS), tl.float32)
+    sums, rest = tl.zeros((PATHS, PATHS), tl.float32), tl.zeros((PATHS, PATHS), tl.float32)
     if tl.sum(counts.to(tl.int32)) > 1:
-        highest = tl.load(top + row, mask=counts, other=0.0)
+        highest = tl.load(top + row, mask=counts, other=float("inf")) * LOG2_E
         row_logits = logits + row.to(tl.int64)[:, None] * stride
         for start in range(part * SPAN, tl.minimum((part + 1) * SPAN, W), BLOCK):
             column = start + tl.arange(0, BLOCK)
-            valid = counts[:, None] & (tl.load(real + column) != 0)[None, :]
-            value = tl.load(row_logits + column[None, :], mask=valid, other=float("-inf"))
-            p = tl.exp(value.to(tl.float32) - highest[:, None])
-            # A float32 product on the bf16 units: high parts, and what they leave over.
-            high = p.to(tl.bfloat16)
-            low = (p - high.to(tl.float32)).to(tl.bfloat16)
-            sums += tl.dot(high, tl.trans(high)) + tl.dot(high, tl.trans(low)) + tl.dot(low, tl.trans(high))
-    offset = ((tile * tl.num_programs(1) + part) * PATHS + lane[:, None]) * PATHS + lane[None, :]
-    tl.store(out_ptr + offset, sums)
+            nothing = tl.where(tl.load(real + column) != 0, 0.0, float("-inf"))
+            # a mask that differed between columns would have each loaded alone
+            value = tl.load(row_logits + column[None, :], mask=counts[:, None], other=0.0).to(tl.float32)
+            p = _exp2(value * LOG2_E + (nothing[None, :] - highest[:, None]))
+            high, low = _in_two(p)  # a float32 product on the bf16 units
+            sums += tl.dot(high, tl.trans(high))
+            rest += tl.dot(low, tl.trans(high))
+    sums += rest + tl.trans(rest)
+    pair = ((group * parts + part) * SLOTS + path)[:, None] * SLOTS + path[None, :]
+    of_one_group = (group[:, None] == group[None, :]) & (group < B)[:, None]
+    tl.store(out_ptr + pair, sums, mask=of_one_group)
 
 
 def group_products(logits, top, real, row_of_path, thinking):
     """sum_v exp(x_iv - top_i) exp(x_jv - top_j) for the thinking paths i and j of each group.
 
-    logits (n, W), top and thinking (n,), row_of_path (B, G). Returns parts still to be added, (tiles, parts,
-    lanes, lanes) float32: groups are side by side in tiles, G up to a power of two lanes each. One pass over
-    the logits; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so
-    `top`, the largest logit of each row, takes the place of log-sum-exp.
+    logits (n, W), top and thinking (n,), row_of_path (B, G). Returns parts still to be added, float32
+    (B, parts, G, G) with G up to a power of two. One pass over the logits, groups side by side in tiles of 64
+    rows; no distribution is ever written. Scaling a path's probabilities does not change a cosine, so `top`,
+    the largest logit of each row, takes the place of log-sum-exp.
     """
     (B, G), (n, W) = row_of_path.shape, logits.shape
-    parts, block = 256, 32  # by trial on an H100; W is a multiple of LOGIT_BLOCK
+    parts, block = 128, 64  # W is a multiple of LOGIT_BLOCK
     slots = triton.next_power_of_2(G)
-    lanes = max(16, slots)
+    if slots > 128:  # more pairs than a multiprocessor holds
+        features = torch.where(real & thinking[:, None], logits.float() - top[:, None], -torch.inf).exp()
+        return F.pad(products(by_group(features, row_of_path)), (0, slots - G) * 2)[:, None]
+    lanes = max(64, slots)
     tiles, span = triton.cdiv(B, lanes // slots), triton.cdiv(triton.cdiv(W, parts), block) * block
-    out = torch.empty(tiles, parts, lanes, lanes, dtype=torch.float32, device=logits.device)
+    out = torch.empty(B, parts, slots, slots, dtype=torch.float32, device=logits.device)
     tensors = (logits, logits.stride(0), top, real, row_of_path, thinking, n, out)
     sizes = dict(G=G, SLOTS=slots, PATHS=lanes, BLOCK=block)
-    _group_products[(tiles, parts)](*tensors, W, span, B, **sizes, num_warps=1)
+    _group_products[(tiles, parts)](*tensors, W, span, B, **sizes, num_warps=4 if lanes == 64 else 8)
     return out
 
 
@@ -447,12 +469,22 @@ def _sum_of_bytes(x):
 
 @triton.jit
 def _noise(key, position, e, E):
-    """`directions` of controls.py: key and position (rows, 1), e (1, WIDTH) -> (rows, WIDTH)."""
+    """`directions` of controls.py for one row: key and position are numbers, e (WIDTH,) -> (WIDTH,)."""
     seed, counter = _hashed(key.to(tl.uint64) ^ position.to(tl.uint64)), 2 * e.to(tl.uint64)
     noise = _sum_of_bytes(_hashed(seed ^ counter)) + _sum_of_bytes(_hashed(seed ^ (counter + 1))) - 2040
     noise = tl.where(e < E, noise, 0)
-    squares = tl.sum((noise * noise).to(tl.int64), 1)
-    return tl.div_rn(noise.to(tl.float32), tl.sqrt_rn(squares.to(tl.float32))[:, None])
+    squares = tl.sum((noise * noise).to(tl.int64), 0)
+    return tl.div_rn(noise.to(tl.float32), tl.sqrt_rn(squares.to(tl.float32)))
+
+
+@triton.jit
+def _picked(values, picks):
+    return tl.sum(tl.where(picks, values[None, :], 0), 1)[:, None]
+
+
+@triton.jit
+def _length(x):
+    return tl.sqrt(tl.sum(x * x, 0))
 
 
 @triton.jit
@@ -460,11 +492,16 @@ def _mix(
     parts_ptr,
     row_of_path,
     thinking,
+    slots,
+    paths,
     t,
+    table,
+    tokens,
     inputs,
     mix,
     input_change,
     heard,
+    heard_ids,
     scales,
     keys,
     n,
@@ -475,126 +512,106 @@ def _mix(
     lambda_blend,
     G: tl.constexpr,
     SLOTS: tl.constexpr,
-    PATHS: tl.constexpr,
     PARTS: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     CONTROL: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    path, other = tl.arange(0, SLOTS)[:, None], tl.arange(0, SLOTS)[None, :]
-    row = tl.load(row_of_path + group * G + path, mask=path < G, other=n)
-    here = row < n
-    thinks = (tl.load(thinking + row, mask=here, other=0) != 0) & here  # (SLOTS, 1)
-    token = tl.maximum(tl.load(t + row, mask=here, other=1) - 1, 0)
-    e = tl.arange(0, WIDTH)[None, :]
-    listens = thinks & (tl.sum(thinks.to(tl.int32)) > 1)
-    if tl.sum(thinks.to(tl.int32)) > 1:
-        tile, first = group // (PATHS // SLOTS), group % (PATHS // SLOTS) * SLOTS
-        sums = tl.zeros((SLOTS, SLOTS), tl.float32)
-        for start in range(0, PARTS, 32):
-            part = tile * PARTS + start + tl.arange(0, 32)[:, None, None]
-            pair = (part * PATHS + first + path[None, :, :]) * PATHS + first + other[None, :, :]
-            sums += tl.sum(tl.load(parts_ptr + pair), 0)
-        size = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 1), 1e-24))
-        other_size = tl.rsqrt(tl.maximum(tl.sum(tl.where(path == other, sums, 0.0), 0), 1e-24))
-        other_row = tl.load(row_of_path + group * G + other, mask=other < G, other=n)
-        other_thinks = (tl.load(thinking + other_row, mask=other_row < n, other=0) != 0) & (other_row < n)
-        allowed = thinks & other_thinks & (path != other)
-        scores = tl.where(allowed, sums * size[:, None] * other_size[None, :] / temperature, -1e30)
-        weights = tl.where(allowed, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
-        weights = weights / tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
-        recorded = ((group * T + tl.max(tl.where(thinks, token, 0)) % T) * G + path) * G + other
-        inside = here & (e < E)
-        embed = tl.load(inputs + row * E + e, mask=inside, other=0.0)
+    row = tl.program_id(0)
+    group, path = tl.load(slots + row), tl.load(paths + row)
+    e, other = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    embed = tl.load(table + tl.load(tokens + row) * E + e, mask=e < E, other=0.0)
+    column = tl.maximum(tl.load(t + row) - 1, 0)
+    peer = tl.load(row_of_path + group * G + other, mask=other < G, other=n)
+    thinks = (tl.load(thinking + peer, mask=peer < n, other=0) != 0) & (peer < n)
+    itself = (other == path) & (peer == row)  # nowhere for a row that is free
+    allowed = thinks & (other != path)
+    listens = (tl.sum((thinks & itself).to(tl.int32)) > 0) & (tl.sum(allowed.to(tl.int32)) > 0)
+    if listens:
+        alike, squares = tl.zeros((SLOTS,), tl.float32), tl.zeros((SLOTS,), tl.float32)
+        for start in tl.static_range(0, PARTS, PARTS_AT_ONCE):
+            part, beside = group * PARTS + start + tl.arange(0, PARTS_AT_ONCE)[:, None], other[None, :]
+            alike += tl.sum(tl.load(parts_ptr + (part * SLOTS + path) * SLOTS + beside), 0)
+            squares += tl.sum(tl.load(parts_ptr + (part * SLOTS + beside) * SLOTS + beside), 0)
+        size = tl.rsqrt(tl.maximum(squares, 1e-24))
+        cosine = alike * size * tl.sum(tl.where(itself, size, 0.0))
+        scores = tl.where(allowed, cosine / temperature, -1e30)
+        weights = tl.where(allowed, tl.exp(scores - tl.max(scores)), 0.0)
+        weights = weights / tl.sum(weights)
+        mean = allowed.to(tl.float32) / tl.sum(allowed.to(tl.float32))
+        ids = tl.load(tokens + peer, mask=allowed, other=0)
+        if CONTROL == "strangers":
+            their_ids = tl.load(heard_ids + peer, mask=allowed, other=0)
         before = embed.to(tl.float32)
-        if CONTROL == "none":
-            blended = (1 - lambda_blend) * before
-            for j in range(0, G):
-                weight = tl.sum(tl.where(other == j, weights, 0.0), 1)[:, None]
-                peer_row = tl.load(row_of_path + group * G + j)
-                valid = (e < E) & (peer_row < n)
-                peer = tl.load(inputs + peer_row * E + e, mask=valid, other=0.0).to(tl.float32)
-                blended += lambda_blend * weight * peer
-        else:
-            mean = tl.where(allowed, 1.0, 0.0)
-            mean = mean / tl.maximum(tl.sum(mean, 1), 1.0)[:, None]
-            total = tl.sum(weights, 1)[:, None]
-            change, direction = -total * before, tl.zeros((SLOTS, WIDTH), tl.float32)
-            for j in range(0, G):
-                weight = tl.sum(tl.where(other == j, weights, 0.0), 1)[:, None]
-                peer_row = tl.load(row_of_path + group * G + j)
-                valid = (e < E) & (peer_row < n)
-                peer = tl.load(inputs + peer_row * E + e, mask=valid, other=0.0).to(tl.float32)
-                change += weight * peer
-                if CONTROL == "scaled_mean":
-                    direction += tl.sum(tl.where(other == j, mean, 0.0), 1)[:, None] * peer
-                if CONTROL == "strangers":
-                    stranger = tl.load(heard + peer_row * E + e, mask=valid, other=0.0).to(tl.float32)
-                    direction += weight * stranger
+        change, instead = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)  # what is heard
+        for start in tl.static_range(0, SLOTS, AT_ONCE):
+            picks = other[None, :] == start + tl.arange(0, AT_ONCE)[:, None]
+            inside = (_picked(allowed.to(tl.int32), picks) > 0) & (e < E)[None, :]
+            peers = tl.load(table + _picked(ids, picks) * E + e[None, :], mask=inside, other=0.0)
+            weight, peers = _picked(weights, picks), peers.to(tl.float32)
+            change += tl.sum(weight * peers, 0)
             if CONTROL == "scaled_mean":
-                direction -= tl.sum(mean, 1)[:, None] * before
+                instead += tl.sum(_picked(mean, picks) * peers, 0)
             elif CONTROL == "strangers":
-                direction -= total * before
+                theirs = tl.load(heard + _picked(their_ids, picks) * E + e[None, :], mask=inside, other=0.0)
+                instead += tl.sum(weight * theirs.to(tl.float32), 0)
+        if CONTROL == "none":
+            blended = (1 - lambda_blend) * before + lambda_blend * change
+        else:
+            change -= before
+            if CONTROL == "noise":
+                direction = _noise(tl.load(keys + row), column, e, E)
             elif CONTROL == "own":
-                direction = tl.load(heard + row * E + e, mask=inside, other=0.0).to(tl.float32) - before
+                direction = tl.load(heard + row * E + e, mask=e < E, other=0.0).to(tl.float32) - before
             else:
-                direction = _noise(tl.load(keys + row, mask=here, other=0), token, e, E)
-            size, length = tl.sqrt(tl.sum(change * change, 1)), tl.sqrt(tl.sum(direction * direction, 1))
-            least = 1e-5 * tl.sqrt(tl.sum(before * before, 1))  # ROUNDING in controls.py
-            scale = tl.where(length > least, size / tl.maximum(length, 1e-30), 0.0)[:, None]
+                direction = instead - before
+            length = _length(direction)
+            is_rounding = length <= 1e-5 * _length(before)  # ROUNDING in controls.py
+            scale = tl.where(is_rounding, 0.0, _length(change) / tl.maximum(length, 1e-30))
             blended = before + lambda_blend * scale * direction
             if CONTROL == "scaled_mean":
-                itself = tl.where((path == other) & listens, 1.0, 0.0)
-                weights = scale * mean + (1 - scale) * itself
+                weights = scale * mean + (1 - scale) * itself.to(tl.float32)
             else:
-                tl.store(scales + row * columns + token, scale, mask=here)
-        tl.store(mix + recorded, weights, mask=(path < G) & (other < G))
-        new = tl.where(listens, blended.to(embed.dtype), embed)
-        moved = new.to(tl.float32) - before
-        length, size = tl.sqrt(tl.sum(moved * moved, 1)), tl.sqrt(tl.sum(before * before, 1))
+                tl.store(scales + row * columns + column, scale)
+        # all paths that still think are at the same token
+        tl.store(mix + ((group * T + column % T) * G + path) * G + other, weights, mask=other < G)
+        new = blended.to(embed.dtype)
+        moved, size = _length(new.to(tl.float32) - before), _length(before)
         # 1e-9 is NO_SIZE in step.py
-        change = tl.where(size > 1e-9, length / tl.maximum(size, 1e-9), tl.where(length > 0, 1.0, 0.0))
-        tl.debug_barrier()  # every input is read before one is written
-        tl.store(inputs + row * E + e, new, mask=inside & listens)
-        tl.store(input_change + row * columns + token, change[:, None], mask=here)
+        moved = tl.where(size > 1e-9, moved / tl.maximum(size, 1e-9), tl.where(moved > 0, 1.0, 0.0))
+        tl.store(inputs + row * E + e, new, mask=e < E)
+        tl.store(input_change + row * columns + column, moved)
     else:
-        tl.store(input_change + row * columns + token, tl.zeros((SLOTS, 1), tl.float32), mask=here)
-        if CONTROL != "none":
-            tl.store(scales + row * columns + token, tl.zeros((SLOTS, 1), tl.float32), mask=here)
+        tl.store(inputs + row * E + e, embed, mask=e < E)
+        here = tl.sum(itself.to(tl.int32)) > 0
+        tl.store(input_change + row * columns + column, 0.0, mask=here)
+        if CONTROL != "none" and CONTROL != "scaled_mean":
+            tl.store(scales + row * columns + column, 0.0, mask=here)
 
 
-def mix(embeds, products, thinking, row_of_path, rows, mix, interaction):
-    """`mix_step` of step.py in one kernel, a program a group: the embeddings (n, E) are changed in place.
+def mix(said, products, thinking, row_of_path, rows, mix, interaction, heard=None):
+    """`mix_step` and `control_step` of step.py in one kernel, a program a row: the next inputs (n, E).
 
-    products: what `group_products` gave.
+    said: the embeddings as (table, ids (n,)), read where they are; products: what `group_products` gave;
+    heard: those of strangers in the same form, or (n, E) of `own`. `mix` is to hold zeros at this token;
+    weights of paths that hear nobody are left so.
     """
-    return mix_heard((embeds, embeds), products, thinking, row_of_path, rows, mix, interaction)
-
-
-def mix_heard(said, products, thinking, row_of_path, rows, mix, interaction):
-    """The same with what is heard of each row in a control: said is (embeds, heard), both (n, E).
-
-    Of `noise` nothing is read: it is made here, from rows.key.
-    """
-    embeds, heard = said
-    (n, E), (B, G), (_, parts, lanes, _) = embeds.shape, row_of_path.shape, products.shape
-    tensors = (products, row_of_path, thinking, rows.t, embeds, mix, rows.input_change)
-    tensors += (heard, rows.input_change if rows.scale is None else rows.scale)
-    tensors += (rows.t if rows.key is None else rows.key,)
-    numbers = (
-        n,
-        mix.shape[1],
-        rows.input_change.shape[1],
-        E,
-        interaction.temperature,
-        interaction.lambda_blend,
-    )
-    sizes = dict(
-        G=G, SLOTS=triton.next_power_of_2(G), PATHS=lanes, PARTS=parts, WIDTH=triton.next_power_of_2(E)
-    )
-    sizes["CONTROL"] = interaction.control
-    _mix[(B,)](*tensors, *numbers, **sizes, num_warps=8)
-    return embeds
+    (table, tokens), (theirs, their_ids) = said, heard if isinstance(heard, tuple) else (heard, None)
+    n, E, G, parts = len(tokens), table.shape[1], row_of_path.shape[1], products.shape[1]
+    inputs = torch.empty(n, E, dtype=table.dtype, device=table.device)
+    of_rows = (thinking, rows.slot, rows.path, rows.t, table, tokens, inputs, mix, rows.input_change)
+    # in the place of what there is none of stands any tensor
+    others = (theirs, their_ids, rows.scale, rows.key)
+    others = [rows.t if tensor is None else tensor for tensor in others]
+    numbers = (n, mix.shape[1], rows.input_change.shape[1], E)
+    numbers += (interaction.temperature, interaction.lambda_blend)
+    slots, width = triton.next_power_of_2(G), triton.next_power_of_2(E)
+    sizes = dict(G=G, SLOTS=slots, PARTS=parts, WIDTH=width, CONTROL=interaction.control)
+    sizes["PARTS_AT_ONCE"] = min(parts, max(16, 2048 // slots))
+    sizes["AT_ONCE"] = min(slots, max(1, 8192 // width))
+    _mix[(n,)](products, row_of_path, *of_rows, *others, *numbers, **sizes, num_warps=4)
+    return inputs
 
 
 @triton.jit
@@ -620,11 +637,12 @@ def _block_sums(
     row, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     id = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     row_logits, valid = logits + row.to(tl.int64) * stride, block < blocks
+    raw, heat = _real_scores(row_logits, real, id, valid[:, None], 1.0), tl.load(temperature)
+    top = tl.max(raw, 1)
     if RAW:
-        raw = _real_scores(row_logits, real, id, valid[:, None], 1.0)
-        tl.store(raw_top_ptr + row * blocks + block, tl.max(raw, 1), mask=valid)
-    score = _real_scores(row_logits, real, id, valid[:, None], tl.load(temperature))
-    top = tl.max(score, 1)
+        tl.store(raw_top_ptr + row * blocks + block, top, mask=valid)
+    # of the largest, since a division keeps the order; what is not real stays what it is
+    score, top = tl.where(raw > -1e30, raw / heat, -1e30), tl.where(top > -1e30, top / heat, -1e30)
     tl.store(top_ptr + row * blocks + block, top, mask=valid)
     tl.store(mass_ptr + row * blocks + block, tl.sum(tl.exp(score - top[:, None]), 1), mask=valid)
 
@@ -743,6 +761,19 @@ def sample(rows, tables, temperature, limit, greedy, block_tops=None):
 
 
 @triton.jit
+def _ranks(values, ids):
+    """Whole numbers in the order of float32 values, among equal ones of the lower id first."""
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _id_of(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def _likeliest(
     logits,
     stride,
@@ -759,31 +790,32 @@ def _likeliest(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row, none = tl.program_id(0), -9223372036854775808
     index, slot = tl.arange(0, WIDTH), tl.arange(0, K)
-    tops = tl.load(block_top + row * blocks + index, mask=index < blocks, other=float("-inf"))
-    chosen = tl.zeros((K,), tl.int32)  # `blocks` stands for none, where there are fewer
+    tops = tl.load(block_top + row * blocks + index, mask=index < blocks, other=0.0)
+    ranks = tl.where(index < blocks, _ranks(tops, index), none)
+    chosen = tl.full((K,), blocks, tl.int32)  # `blocks` stands for none, where there are fewer
     for k in range(K):
-        top = tl.max(tops, 0)
-        block = tl.min(tl.where((tops == top) & (tops > float("-inf")), index, blocks), 0)
-        chosen = tl.where(slot == k, block, chosen)
-        tops = tl.where(index == block, float("-inf"), tops)
-    id = chosen[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        best = tl.max(ranks, 0)
+        chosen = tl.where((slot == k) & (best > none), _id_of(best), chosen)
+        ranks = tl.where(ranks == best, none, ranks)
+    id = tl.reshape(chosen[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], (K * BLOCK,))
     there = id < blocks * BLOCK
     value = _real_scores(logits + row.to(tl.int64) * stride, real, id, there, 1.0)
-    value = tl.where(there, value, float("-inf"))
-    values, best = tl.full((K,), float("-inf"), tl.float32), tl.zeros((K,), tl.int32)
+    ranks = tl.where(there, _ranks(value, id), none)
+    ordered, best_ids = tl.zeros((K,), tl.int32), tl.zeros((K,), tl.int32)
     for k in range(K):
-        top = tl.max(tl.max(value, 1), 0)
-        first = tl.min(tl.min(tl.where(value == top, id, blocks * BLOCK - 1), 1), 0)
-        values, best = tl.where(slot == k, top, values), tl.where(slot == k, first, best)
-        value = tl.where(id == first, float("-inf"), value)
+        best = tl.max(ranks, 0)
+        ordered = tl.where(slot == k, (best >> 32).to(tl.int32), ordered)
+        best_ids = tl.where(slot == k, _id_of(best), best_ids)
+        ranks = tl.where(ranks == best, none, ranks)
+    values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     mass = tl.exp(values - tl.max(values, 0))
     mass = mass / tl.sum(mass, 0)
     at = (row * columns + tl.maximum(tl.load(t_ptr + row) - 1, 0)) * K + slot
-    tl.store(heard_ids + at, best.to(tl.int64))
+    tl.store(heard_ids + at, best_ids.to(tl.int64))
     tl.store(heard_probs + at, mass)
-    tl.store(ids + row * K + slot, best.to(tl.int64))
+    tl.store(ids + row * K + slot, best_ids.to(tl.int64))
     tl.store(probs + row * K + slot, mass)
 
 
@@ -798,25 +830,23 @@ def likeliest(rows, real, block_tops):
     tensors = (block_tops, rows.t, rows.heard_ids, rows.heard_probs, ids, probs)
     sizes = dict(K=K, BLOCK=LOGIT_BLOCK, WIDTH=triton.next_power_of_2(blocks))
     logits = rows.logits
-    _likeliest[(n,)](logits, logits.stride(0), real, *tensors, blocks, columns, **sizes, num_warps=8)
+    _likeliest[(n,)](logits, logits.stride(0), real, *tensors, blocks, columns, **sizes, num_warps=2)
     return ids, probs
 
 
 @triton.jit
-def _mean_embedding(embeds, probs, out, E, K: tl.constexpr, WIDTH: tl.constexpr):
-    row, e = tl.program_id(0), tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), tl.float32)
-    for k in range(K):
-        embed = tl.load(embeds + (row.to(tl.int64) * K + k) * E + e, mask=e < E, other=0.0)
-        total += tl.load(probs + row * K + k) * embed.to(tl.float32)
-    tl.store(out + row * E + e, total, mask=e < E)
+def _mean_embedding(table, ids, probs, out, E, K: tl.constexpr, WIDTH: tl.constexpr):
+    row, e, k = tl.program_id(0), tl.arange(0, WIDTH)[None, :], tl.arange(0, K)[:, None]
+    id, prob = tl.load(ids + row * K + k), tl.load(probs + row * K + k)
+    embed = tl.load(table + id * E + e, mask=e < E, other=0.0).to(tl.float32)
+    tl.store(out + row * E + e, tl.sum(prob * embed, 0)[None, :], mask=e < E)
 
 
-def mean_embedding(embeds, probs):
-    """`mean_embedding` of controls.py: embeds (n, K, E), probs (n, K) -> (n, E) float32."""
-    n, K, E = embeds.shape
-    out = torch.empty(n, E, device=embeds.device)
-    _mean_embedding[(n,)](embeds.contiguous(), probs, out, E, K=K, WIDTH=triton.next_power_of_2(E))
+def mean_embedding(table, ids, probs):
+    """`mean_embedding` of controls.py, of the rows ids (n, K) of a table: probs (n, K) -> (n, E) float32."""
+    (n, K), E = ids.shape, table.shape[1]
+    out = torch.empty(n, E, device=table.device)
+    _mean_embedding[(n,)](table, ids, probs, out, E, K=K, WIDTH=triton.next_power_of_2(E), num_warps=4)
     return out
 
 

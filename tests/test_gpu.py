@@ -353,14 +353,6 @@ def test_storage_that_grew_after_steps_were_captured_is_read_by_them(
     assert sum(same_answers) >= 0.9 * len(same_answers)
 
 
-def added(parts, B, G):
-    """(B, G, G) of the parts that `group_products` gives."""
-    slots = 1 << (G - 1).bit_length()
-    tiles, _, lanes, _ = parts.shape
-    square = parts.sum(1).view(tiles, lanes // slots, slots, lanes // slots, slots)
-    return square.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)[:B, :G, :G]
-
-
 @torch.no_grad()
 def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     from decoding.kernels import group_products
@@ -374,7 +366,23 @@ def test_the_kernel_of_the_paths_cosines_equals_plain_torch():
     parts = group_products(logits, logits.amax(-1), real, row_of_path, rows)
     distributions = logits.masked_fill(~real, -torch.inf).softmax(-1)
     p = by_group(distributions, row_of_path) * thinking[..., None]
-    assert torch.allclose(cosines(added(parts, 3, 5))[:2], cosines(products(p))[:2], atol=1e-5)
+    assert torch.allclose(cosines(parts.sum(1)[:2, :5, :5]), cosines(products(p))[:2], atol=1e-5)
+
+
+@pytest.mark.parametrize("G", [1, 8, 64, 100, 130])
+@torch.no_grad()
+def test_the_kernel_of_the_paths_cosines_takes_groups_of_any_size(G):
+    from decoding.kernels import group_products
+
+    torch.manual_seed(0)
+    n, W = 9 * G, 1408
+    logits, real = (2 * torch.randn(n, W, device="cuda")).bfloat16(), torch.rand(W, device="cuda") < 0.95
+    row_of_path, thinking = torch.randperm(n, device="cuda").view(9, G), torch.rand(n, device="cuda") < 0.9
+    parts = group_products(logits, logits.float().amax(-1), real, row_of_path, thinking)
+    p = logits.float().masked_fill(~real, -torch.inf).softmax(-1) * thinking[:, None]
+    ours, theirs = cosines(parts.sum(1)[:, :G, :G]), cosines(products(p[row_of_path]))
+    at_least_two = thinking[row_of_path].sum(-1) > 1
+    assert torch.allclose(ours[at_least_two], theirs[at_least_two], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -503,7 +511,7 @@ def test_the_kernel_that_blends_equals_plain_torch():
         recorded = (thinking, row_of_path, rows, mix, Interaction(0.2, 0.3))
         if kernel:
             alike = kernels.group_products(logits, logits.amax(-1), real, row_of_path, thinking)
-            inputs = kernels.mix(embeds.clone(), alike, *recorded)
+            inputs = kernels.mix((embeds, torch.arange(n, device="cuda")), alike, *recorded)
         else:
             inputs = mix_step(embeds, products(by_group(logits.softmax(-1), row_of_path)), *recorded)
         made.append((inputs, mix, change))
@@ -547,7 +555,9 @@ def test_the_kernel_of_a_control_gives_what_plain_torch_does(control):
         alike = products(by_group(logits.softmax(-1), row_of_path))
         if kernel:
             parts = kernels.group_products(logits, logits.amax(-1), real, row_of_path, thinking)
-            inputs = kernels.mix_heard((embeds.clone(), heard), parts, thinking, *recorded)
+            said = embeds, torch.arange(n, device="cuda")
+            theirs = (heard, said[1]) if control == "strangers" else heard
+            inputs = kernels.mix(said, parts, thinking, *recorded, theirs)
         elif control == "scaled_mean":
             inputs = mix_step(embeds, alike, thinking, *recorded)
         else:
@@ -606,9 +616,9 @@ def test_what_own_and_strangers_let_paths_hear_is_that_of_plain_torch(dtype):
     now = torch.arange(n, device="cuda"), rows.t - 1
     assert torch.equal(rows.heard_ids[now], ids)
     assert torch.equal(rows.heard_probs[now], probs)
-    embeds = torch.randn(n, K, E, device="cuda").to(dtype)
-    ours = kernels.mean_embedding(embeds, probs)
-    assert torch.allclose(ours, mean_embedding(embeds, probs), atol=1e-5)
+    table = torch.randn(W, E, device="cuda").to(dtype)
+    ours = kernels.mean_embedding(table, ids, probs)
+    assert torch.allclose(ours, mean_embedding(table[ids], probs), atol=1e-5)
     strangers = Strangers(torch.randint(0, V, (11, 9)).cuda(), torch.randint(1, 10, (11,)).cuda())
     assert torch.equal(kernels.stranger_tokens(rows, strangers), strangers.tokens(rows.key, rows.t - 1))
 
