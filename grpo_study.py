@@ -124,7 +124,7 @@ def make_start(bench, seed):
         shutil.rmtree(folder, ignore_errors=True)
     say(f"seed {seed}: the start of its arms")
     started = time.perf_counter()
-    where = dict(output_dir=str(folder), resume=True, overwrite_output_dir=False, seed=seed)
+    where = dict(output_dir=str(folder), resume=folder.is_dir(), overwrite_output_dir=False, seed=seed)
     sft_train.train(dataclasses.replace(study.start, stop_after=bench.minutes_left(), **where))
     seconds = round(time.perf_counter() - started, 2)
     note = start_note(study, seed, model_fingerprint(folder), seconds)

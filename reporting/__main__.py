@@ -34,6 +34,9 @@ def main():
     if args.watch is not None and not 1 <= args.watch <= 86400:
         refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
     runs, evaluations = find(args)
+    counts = (("run", len(runs)), ("evaluation", len(evaluations)))
+    words = [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts if n]
+    print(f"reading {' and '.join(words)}", flush=True)
     asked = [folder for folder in evaluations if folder in map(Path, args.runs) or is_stale(folder)]
     are_made = [report_on(folder) for folder in asked]
     is_one = len(args.runs) == 1 and is_run(args.runs[0])

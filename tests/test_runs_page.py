@@ -139,7 +139,8 @@ def test_one_run_gets_its_own_page_and_curves_again_and_no_other_file(four, repo
     (run / "report.html").write_text("old")
     status, printed, notes = reporting(f"{run}/")
     assert (status, notes) == (0, [])
-    assert printed == [f"{run / 'curves.svg'}, {run / 'curves.png'}", str(run / "report.html")]
+    curves = f"{run / 'curves.svg'}, {run / 'curves.png'}"
+    assert printed == ["reading 1 run", curves, str(run / "report.html")]
     assert data_of((run / "report.html").read_text())["kind"] == "run"
     assert not list(four.rglob("runs.html"))
 
@@ -189,13 +190,14 @@ def test_an_evaluation_s_page_is_written_again(reporting, tmp_path):
         patch.setattr("reporting.evaluation.draw_evaluation", lambda *_: None)
         folder = an_evaluation(tmp_path / "e", [(1, 0)])
     (folder / "report.html").unlink()
-    assert reporting(folder) == (0, [str(folder / "report.html")], [])
+    said = ["reading 1 evaluation", str(folder / "report.html")]
+    assert reporting(folder) == (0, said, [])
     (folder / "report.html").unlink()
-    assert reporting(tmp_path) == (0, [str(folder / "report.html")], []), "a folder of evaluations"
+    assert reporting(tmp_path) == (0, said, []), "a folder of evaluations"
     assert data_of((folder / "report.html").read_text())["kind"] == "evaluation"
     (folder / "samples.jsonl").write_text('{"doc_id": "q0"}\n{"doc')
     status, printed, [note] = reporting(folder)
-    assert (status, printed) == (1, [])
+    assert (status, printed) == (1, said[:1])
     assert note.startswith(f"note: {folder}: its page cannot be made (JSONDecodeError")
 
 
