@@ -542,8 +542,12 @@ def say_plan(run, decoder, problems, held_out, skipped):
     ends = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
     run.say(
         f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
-        f"{config.max_prompt_length} tokens); {config.batch_size} x {config.num_generations} completions a "
-        f"step on {run.accelerator.num_processes} {run.device.type} process(es); a completion ends on {ends}"
+        f"{config.max_prompt_length} tokens)"
+    )
+    processes = run.accelerator.num_processes
+    run.say(
+        f"{config.batch_size} x {config.num_generations} completions a step on {processes} {run.device.type} "
+        f"process{'' if processes == 1 else 'es'}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
     if config.m3po_control != "none":

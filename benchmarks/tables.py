@@ -444,6 +444,19 @@ def harness():
     return "\n\n".join(lines)
 
 
+def cpu_example():
+    """What a real model learns on a CPU, once it was measured."""
+    if not (RESULTS / "cpu_example.json").exists():
+        return "Not measured yet: `python benchmarks/cpu_example.py --model DIR`."
+    cases, result = values("cpu_example")
+    m = cases["smollm2-135m"]
+    return (
+        f"{m['held_out']} held-out problems: {m['accuracy_before']:.2f} right before, "
+        f"{m['accuracy_after']:.2f} after {m['steps']} steps; {m['seconds'] / 60:.0f} minutes from Enter to the end; "
+        f"`{where(result)}`."
+    )
+
+
 def suite():
     """What the fast tests cost, once they were measured."""
     if not (RESULTS / "suite.json").exists():
@@ -528,7 +541,18 @@ def study_verdicts():
 TABLES = {
     make.__name__: make
     for make in (
-        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
+        *(
+            learned,
+            peers,
+            rungs,
+            tiny_job,
+            cpu_example,
+            gsm8k_h100,
+            learning_rates,
+            scoring,
+            precision,
+            suite,
+        ),
         math_grading,
         *(bench_generation, bench_generation_cpu, bench_step, bench_step_long, bench_step_gsm8k),
         *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
