@@ -450,11 +450,9 @@ def cpu_example():
         return "Not measured yet: `python benchmarks/cpu_example.py --model DIR`."
     cases, result = values("cpu_example")
     m = cases["smollm2-135m"]
-    return (
-        f"{m['held_out']} held-out problems: {m['accuracy_before']:.2f} right before, "
-        f"{m['accuracy_after']:.2f} after {m['steps']} steps; {m['seconds'] / 60:.0f} minutes from Enter to the end; "
-        f"`{where(result)}`."
-    )
+    share = f"{m['accuracy_before']:.2f} right before, {m['accuracy_after']:.2f} after {m['steps']} steps"
+    minutes = f"{m['seconds'] / 60:.0f} minutes from Enter to the end"
+    return f"{m['held_out']} held-out problems: {share}; {minutes}; `{where(result)}`."
 
 
 def suite():
