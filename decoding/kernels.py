@@ -610,7 +610,8 @@ def mix(said, products, thinking, row_of_path, rows, mix, interaction, heard=Non
     sizes = dict(G=G, SLOTS=slots, PARTS=parts, WIDTH=width, CONTROL=interaction.control)
     sizes["PARTS_AT_ONCE"] = min(parts, max(16, 2048 // slots))
     sizes["AT_ONCE"] = min(slots, max(1, 8192 // width))
-    _mix[(n,)](products, row_of_path, *of_rows, *others, *numbers, **sizes, num_warps=4)
+    sizes["num_warps"] = 4 if width <= 1024 else 8
+    _mix[(n,)](products, row_of_path, *of_rows, *others, *numbers, **sizes)
     return inputs
 
 
@@ -638,13 +639,13 @@ def _block_sums(
     id = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     row_logits, valid = logits + row.to(tl.int64) * stride, block < blocks
     raw, heat = _real_scores(row_logits, real, id, valid[:, None], 1.0), tl.load(temperature)
-    top = tl.max(raw, 1)
+    raw_top = tl.max(raw, 1)
     if RAW:
-        tl.store(raw_top_ptr + row * blocks + block, top, mask=valid)
-    # of the largest, since a division keeps the order; what is not real stays what it is
-    score, top = tl.where(raw > -1e30, raw / heat, -1e30), tl.where(top > -1e30, top / heat, -1e30)
-    tl.store(top_ptr + row * blocks + block, top, mask=valid)
-    tl.store(mass_ptr + row * blocks + block, tl.sum(tl.exp(score - top[:, None]), 1), mask=valid)
+        tl.store(raw_top_ptr + row * blocks + block, raw_top, mask=valid)
+    # a division keeps the order: the largest is that of the largest, where any id is real
+    tl.store(top_ptr + row * blocks + block, tl.where(raw_top > -1e30, raw_top / heat, -1e30), mask=valid)
+    mass = tl.sum(_exp2((raw - raw_top[:, None]) * (LOG2_E / heat)), 1)
+    tl.store(mass_ptr + row * blocks + block, mass, mask=valid)
 
 
 @triton.jit
