@@ -474,7 +474,7 @@ def _noise(key, position, e, E):
     noise = _sum_of_bytes(_hashed(seed ^ counter)) + _sum_of_bytes(_hashed(seed ^ (counter + 1))) - 2040
     noise = tl.where(e < E, noise, 0)
     squares = tl.sum((noise * noise).to(tl.int64), 0)
-    return tl.div_rn(noise.to(tl.float32), tl.sqrt_rn(squares.to(tl.float32)))
+    return (noise.to(tl.float64) / tl.sqrt(squares.to(tl.float64))).to(tl.float32)
 
 
 @triton.jit
