@@ -65,17 +65,14 @@ def _is_missing(value):
     return value is None or (isinstance(value, float) and not math.isfinite(value))  # pandas: nan
 
 
-_number_in = lru_cache(maxsize=4096)(parse_number)  # a reference is that of a whole group
-
-
 @lru_cache(maxsize=4096)  # asked again for the log, and by other rewards
 def _correctness(answer, reference):
     if not answer:  # an empty answer must not match an empty reference
         return 0.0
     if answer == reference:
         return 2.0
-    number = _number_in(answer)
-    return 1.5 if number is not None and number == _number_in(reference) else 0.0
+    number = parse_number(answer)
+    return 1.5 if number is not None and number == parse_number(reference) else 0.0
 
 
 def correctness_reward(prompts=None, completions=(), answer=None, answer_format="xml", **kwargs):

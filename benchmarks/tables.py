@@ -539,18 +539,8 @@ def study_verdicts():
 TABLES = {
     make.__name__: make
     for make in (
-        *(
-            learned,
-            peers,
-            rungs,
-            tiny_job,
-            cpu_example,
-            gsm8k_h100,
-            learning_rates,
-            scoring,
-            precision,
-            suite,
-        ),
+        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
+        cpu_example,
         math_grading,
         *(bench_generation, bench_generation_cpu, bench_step, bench_step_long, bench_step_gsm8k),
         *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
