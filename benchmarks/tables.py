@@ -8,6 +8,7 @@ A table stands between the markers `<!-- NAME -->` and `<!-- end -->`. --check o
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -282,6 +283,16 @@ def bench_step():
     )
 
 
+def controls():
+    """Milliseconds a decode step of M3PO and of each control, and what that is over plain sampling."""
+    cases, result = values("controls")
+    rows = [
+        [f"`{case}`", f"{m['ms_per_step']:.2f}", f"{m['over_plain']:.1%}" if m["over_plain"] else ""]
+        for case, m in cases.items()
+    ]
+    return f"{table(['case', 'ms a step', 'over plain'], rows)}\n\n`{where(result)}`."
+
+
 def _steps_table(cases):
     seconds = ("step_seconds", "rollout_seconds", "update_seconds", "update_share_of_matmul_needed")
     rows = [
@@ -536,13 +547,81 @@ def study_verdicts():
     return f"{text}\n\n{result['studies']:,} studies each. `{where(result)}`."
 
 
+ARMS = {
+    "grpo": "nothing (GRPO)",
+    "m3po": "its peers, by M3PO's weights",
+    "scaled_mean": "the plain mean of its peers",
+    "noise": "Gaussian noise",
+    "strangers": "answers to other problems",
+}
+VERDICTS = {
+    "hurts": "It hurts: models trained with M3PO answer worse than models trained by plain GRPO.",
+    "no useful effect": "No: what it changes is less than one point.",
+    "helps": "It helps: models trained with M3PO answer better than models trained by plain GRPO, and better "
+    "than with noise or with strangers' words in their peers' place",
+    "acts as noise": "It helps no more than noise does: models trained with M3PO answer better than models "
+    "trained by plain GRPO, and so do those whose paths hear noise, or strangers, at that size.",
+    "undecided": "Undecided: the study could not tell.",
+}
+SECOND_PARTS = {
+    None: ".",
+    "and choosing matters": "; choosing matters, since the plain mean of all peers does less.",
+    "and averaging is enough": "; the plain mean of all peers does as well as choosing.",
+    "undecided which": "; whether it chooses or averages could not be told.",
+}
+
+
+def study():
+    """The verdict of the study in plain words, with its numbers and arms; before that, how far it is."""
+    found = json.loads((RESULTS / "study_m3po" / "study.json").read_text())
+    link = "[study](studies/m3po_gsm8k.md)"
+    if not found["complete"]:
+        there = Counter(run["seed"] for run in found["runs"] if run["arm"] in ARMS)
+        whole = sum(count == len(ARMS) for count in there.values())
+        return (
+            f"We do not know yet. A {link}, written down beforehand, is under way: {whole} of "
+            f"{'' if found['look'] else 'at most '}{len(found['seeds'])} seeds are there, and no mean is "
+            "looked at before the last."
+        )
+    verdict, first = found["verdict"], found["comparisons"][0]
+    text = VERDICTS[verdict["words"]].removesuffix(".") + SECOND_PARTS[verdict["second"]]
+    low, high = (f"{100 * end:+.1f}" for end in first["difference_ci95"])
+    text += (
+        f" On GSM8K, with Qwen2.5-Coder-0.5B and {first['seeds']} seeds, M3PO's share of right answers minus "
+        f"GRPO's is {100 * first['difference']:+.1f} points (95% interval {low} to {high}, "
+        f"p = {first['p']:.2g}; within one point: p = {first['tost_p']:.2g}); the {link} was written down "
+        "beforehand."
+    )
+    if verdict["words"] == "undecided":
+        effect = 100 * first["smallest_effect"]
+        text += f" A true difference of {effect:.1f} points would have been found four times in five."
+    header = ["a path hears", "seeds", "mean of 8 samples", "greedy", "difference from GRPO, points", "p"]
+    return f"{text}\n\n{table(header, _arm_rows(found))}"
+
+
+def _arm_rows(found):
+    mean, greedy = found["endpoints"][0]["name"], found["endpoints"][1]["name"]
+    against = {row["arm"]: row for row in found["comparisons"] if row["endpoint"] == mean
+               and row["other"] == found["baseline"]}  # fmt: skip
+    for arm in found["arms"]:
+        if arm["name"] not in ARMS:
+            continue
+        outcome, difference, p = arm["outcomes"][mean], "", ""
+        if row := against.get(arm["name"]):
+            low, high = (100 * end for end in row["difference_ci95"])
+            difference = f"{100 * row['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+            p = f"{row['p']:.2g}"
+        means = [number(outcomes["mean"]) for outcomes in (outcome, arm["outcomes"][greedy])]
+        yield [ARMS[arm["name"]], len(outcome["by_seed"]), *means, difference, p]
+
+
 TABLES = {
     make.__name__: make
     for make in (
-        *(learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
+        *(study, learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
         cpu_example,
         math_grading,
-        *(bench_generation, bench_generation_cpu, bench_step, bench_step_long, bench_step_gsm8k),
+        *(bench_generation, bench_generation_cpu, controls, bench_step, bench_step_long, bench_step_gsm8k),
         *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
         *(speedrun, speedrun_tune, problem_sampling),
     )

@@ -1,13 +1,19 @@
 """What the pages say is what the result files say."""
 
 import importlib
+import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from reporting import study_statistics
+from reporting.study import write_study
+from small_study import a_plan, write_fake_study
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -87,6 +93,59 @@ def test_bf16_and_fp16_stand_beside_each_other_in_a_table(benchmark_module, tmp_
     assert tables.precision().splitlines()[2] == (
         "| 0.5b-gsm8k-fp16 | 0.0030 | 0.70 | 1.00 | 0.50 | 3 / 1 | 0.500 |"
     ), "a mean of 22 steps: 0.024 + 21 x 0.002"
+
+
+def a_study(folder, gains, **more):
+    """A study of the shape of the real one, with drawn answers, in the place of its results."""
+    plan = a_plan(seeds=range(4), steps=(80,), **more)
+    write_fake_study(folder / "study_m3po", plan, gains, questions=400, spread=0.002, train_steps=12)
+    return write_study(folder / "study_m3po")
+
+
+@pytest.mark.parametrize(
+    ("gains", "sentence"),
+    [
+        ({"m3po": 0.1}, "It helps: models trained with M3PO answer better than models trained by plain GRPO"),
+        ({"m3po": -0.1}, "It hurts: "),
+        ({"m3po": 0.1, "noise": 0.1, "strangers": 0.1}, "Undecided: "),
+    ],
+)
+def test_the_first_screen_says_what_the_study_found(gains, sentence, benchmark_module, tmp_path, monkeypatch):
+    tables = benchmark_module("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    found = a_study(tmp_path, gains, margin=1e-6 if "noise" in gains else 0.01)
+    text, row = tables.study(), found["comparisons"][0]
+    if "noise" in gains:
+        assert found["verdict"]["words"] == "undecided"
+    assert text.startswith(sentence)
+    assert f"is {100 * row['difference']:+.1f} points" in text
+    lines = text.splitlines()[-5:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == list(tables.ARMS.values())
+    assert f"| {100 * row['difference']:+.2f} (" in lines[1]
+    mean = found["arms"][1]["outcomes"]["sampled mean@8"]["mean"]
+    assert f"| 4 | {mean:.3f} |" in lines[1]
+
+
+def test_before_a_study_is_whole_the_first_screen_counts_its_seeds(benchmark_module, tmp_path, monkeypatch):
+    tables = benchmark_module("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    plan = a_plan(seeds=range(4), steps=(80,))
+    write_fake_study(tmp_path / "study_m3po", plan, {}, questions=20, train_steps=12)
+    shutil.rmtree(tmp_path / "study_m3po" / "runs" / "3" / "noise")
+    found = write_study(tmp_path / "study_m3po", hide_means=True)
+    text = tables.study()
+    assert text.startswith("We do not know yet.")
+    assert "3 of at most 4 seeds are there" in text
+    assert "arms" not in found, "no mean is written"
+
+
+def test_every_verdict_has_plain_words(benchmark_module):
+    """Those that `read_verdict` can give."""
+    tables, source = benchmark_module("tables"), inspect.getsource(study_statistics)
+    for words in [*tables.VERDICTS, *filter(None, tables.SECOND_PARTS)]:
+        assert f'"{words}"' in source
+    returned = re.findall(r'return "([a-z ]+)", ', source)
+    assert set(returned) == set(tables.VERDICTS)
 
 
 def test_the_cost_model_by_hand(benchmark_module):

@@ -48,8 +48,8 @@ def anchors(page):
 
 
 def test_the_readme_is_read_in_one_sitting():
-    """It had grown to 5,200 words. Tables, commands and code are counted."""
-    assert len(README.split()) <= 1800
+    """It had grown to 5,200 words. Those of tables, commands and code are counted; bars are not."""
+    assert sum(any(c.isalnum() for c in word) for word in README.split()) <= 1800
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
