@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +10,7 @@ from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from problems.prompts import saved_system_prompt, system_prompt_text
 from reporting.files import read_run_config
-from running.settings import FIRST, PRECISIONS, check, check_one_of, check_prompting, setting
+from running.settings import FIRST, PRECISIONS, check, check_one_of, check_prompting, setting, settings_class
 
 
 def from_training(default, text, **roles):
@@ -28,7 +27,7 @@ ASIDE = ("ask", "questions", "compare")  # what is done instead of an evaluation
 ELSEWHERE = ("compare", "api")  # where no model is loaded
 
 
-@dataclass(frozen=True)
+@settings_class
 class Config:
     """Settings of an evaluation; each says on its field what else is done with it."""
 

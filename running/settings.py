@@ -18,6 +18,7 @@ from errors import SettingError
 from problems.prompts import Prompting, system_prompt_text
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
+from running.parsing import named_and_typed
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -80,6 +81,23 @@ def setting(default, text, **roles):
     return field(default=default, metadata={"help": text, **roles})
 
 
+def settings_class(cls):
+    """A frozen dataclass whose constructor reads names and values as those of a settings file are read.
+
+    So from Python, too, other trainers' names are taken or refused with a hint, and a misspelt name or a
+    value of another type is one line that says what would do.
+    """
+    cls = dataclass(frozen=True, kw_only=True)(cls)
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def __init__(self, **given):
+        make(self, **named_and_typed(cls, given, "Config"))
+
+    cls.__init__ = __init__
+    return cls
+
+
 def names_with(config_class, role, value=True):
     """Names of the settings whose field has this role, in their order."""
     return [f.name for f in dataclasses.fields(config_class) if f.metadata.get(role) == value]
@@ -90,7 +108,7 @@ def free_on_resume(config_class):
     return {*names_with(config_class, "resume", "free"), "versions", "commit"}
 
 
-@dataclass(frozen=True)
+@settings_class
 class TrainConfig:
     """What supervised and GRPO training have in common."""
 

@@ -2,16 +2,15 @@
 answered at once.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from errors import SettingError
 from running.parsing import combined, refuse_idle, settings_from_file
-from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, names_with, setting
+from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, names_with, setting, settings_class
 
 
-@dataclass(frozen=True)
+@settings_class
 class Config(TrainConfig):
     """Settings of a supervised run."""
 

@@ -97,6 +97,18 @@ def test_a_run_of_a_study_is_not_told_of_a_flag_that_studies_lack_nor_of_a_model
     assert "grpo_eval.py" not in of_study
 
 
+def test_a_run_of_a_study_is_named_by_its_bar_and_a_start_says_nothing_of_its_folder(tmp_path, capsys):
+    """`--check` of a study showed a bar for each arm without a name, and a start that is thrown away was
+    recommended for an evaluation.
+    """
+    config = grpo_train.Config(output_dir=str(tmp_path / "noise"))
+    assert stand_in(config, folder=tmp_path / "noise").bar_name is None
+    assert stand_in(config, folder=tmp_path / "noise", of_study=True).bar_name == "noise"
+    start = stand_in(config, folder=tmp_path / "0", few_lines=True, of_study=True)
+    say_what_is_there(start)
+    assert (start.bar_name, capsys.readouterr().out) == ("supervised", "")
+
+
 def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     """As `complete` answers them, which is tested against `generate`."""
     decoder, rows = GroupDecoder(llama, tokenizer), []

@@ -258,7 +258,8 @@ class Pretended:
     def __init__(self, bench_folder):
         self.made, self.fail, self.starts = [], {}, 0
 
-    def start(self, config):
+    def start(self, config, of_study):
+        assert of_study, "else it says that its model can be evaluated, which goes when the seed is done"
         self.starts += 1
         folder = Path(config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
