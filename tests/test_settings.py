@@ -402,7 +402,7 @@ def test_two_settings_of_one_level_that_take_each_other_s_place_are_refused(scri
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (dict(learing_rate=1e-5), "learing_rate=1e-05: no such setting in Config.*did you mean learning_rate"),
+        (dict(learing_rate=1e-5), "=1e-05: no such setting in Config.*did you mean learning_rate"),
         (dict(num_iterations=2), "num_iterations=2: says two things.*use outer_iterations or mu"),
         (dict(max_steps=3, num_steps=2), "num_steps=2: given twice in Config"),
         (dict(learning_rate="1e-5"), "learning_rate='1e-5': must be float"),

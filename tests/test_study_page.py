@@ -189,7 +189,8 @@ def test_without_a_verdict_in_the_plan_there_is_the_table_alone(tmp_path, verdic
 def test_seeds_that_are_all_alike_are_said_to_prove_nothing(verdict, m3po, tmp_path, monkeypatch):
     """Two seeds that gain the same 10 points had p = 0 and an interval of no width, and no word beside."""
     monkeypatch.setattr(study_page, "draw_endpoint", lambda *_: None)
-    write_small_study(tmp_path, dict.fromkeys(CONFIRMATORY, [0.30, 0.30]) | {"m3po": [m3po] * 2}, verdict=verdict)
+    arms = {arm: [0.30, 0.30] for arm in CONFIRMATORY} | {"m3po": [m3po, m3po]}
+    write_small_study(tmp_path, arms, verdict=verdict)
     found = analysed(tmp_path)
     beware = "Beware: all seeds show the same difference (m3po against grpo"
     assert beware in (found["result"] or found["verdict"]["sentence"])
@@ -197,8 +198,8 @@ def test_seeds_that_are_all_alike_are_said_to_prove_nothing(verdict, m3po, tmp_p
 
 
 def test_seeds_that_differ_need_no_such_word(tmp_path):
-    write_small_study(tmp_path, GOOD | {"scaled_mean": [0.35, 0.34, 0.36]}, verdict=VERDICT)
-    assert "Beware" not in analysed(tmp_path)["verdict"]["sentence"]
+    write_small_study(tmp_path, GOOD, verdict=None)
+    assert "Beware" not in analysed(tmp_path)["result"]
 
 
 def test_an_incomplete_study_names_what_is_missing_and_has_no_verdict(tmp_path):
