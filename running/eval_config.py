@@ -254,6 +254,7 @@ class Config:
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+        check(self, "ask", lambda v: v is None or v.strip(), "is empty: give a question")
         day = "must be positive, and a day (86400) at the most"
         check(self, "api_timeout", lambda v: 0 < v <= 86400, day)
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")

@@ -137,7 +137,8 @@ def named_and_typed(config_class, given, where):
             raise SettingError(key, value, _hint(name, hints))
         if name not in hints:
             meant = _did_you_mean(str(key), hints)
-            raise SettingError(key, value, f"no such setting in {where}; --help lists them{meant}")
+            listed = "--help" if hasattr(config_class, "usage") else "docs/study.md"  # keys of a study's file
+            raise SettingError(key, value, f"no such setting in {where}; {listed} lists them{meant}")
         if name in settings:
             raise SettingError(key, value, f"given twice in {where} (it is another name of {name})")
         field = config_class.__dataclass_fields__[name]
@@ -271,7 +272,9 @@ def _parser(config_class, description, only_given=False):
     for title, names in _groups(config_class).items():
         group = parser.add_argument_group(title)
         if title == THIS_COMMAND:
-            group.add_argument("--config", metavar="FILE", help="YAML file of settings; flags beside it win")
+            is_usual = "--config" in (usage or "--config")  # a study's own file comes first
+            text = "YAML file of settings; flags beside it win" if is_usual else argparse.SUPPRESS
+            group.add_argument("--config", metavar="FILE", help=text)
         for name in names:
             default = argparse.SUPPRESS if only_given else fields[name].default
             parser.add_setting(group, fields[name], hints[name], aliases, default)

@@ -362,7 +362,7 @@ class TrainConfig:
     def first_line(self):
         """What a script prints at once, before it loads anything."""
         page = Path(self.output_dir) / "report.html"
-        return f"training {self.model} on {self.dataset}; watch it in {page}"
+        return f"training {self.model} on {self.dataset}; from its first step on, watch it in {page}"
 
     def __post_init__(self):
         words = {"true": "on", "false": "off"}  # as YAML and other trainers have it

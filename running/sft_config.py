@@ -27,6 +27,7 @@ class Config(TrainConfig):
     num_epochs: float | None = setting(
         1.0, "passes over the problems, instead of num_steps", in_card=True, instead_of=("num_steps",)
     )
+    num_steps: int | None = setting(None, "steps, instead of num_epochs")
     learning_rate: float = setting(1e-5, "peak learning rate of AdamW", in_card=True)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(

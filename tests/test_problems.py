@@ -991,6 +991,21 @@ def test_chat_messages_as_text_that_is_broken_are_named(tmp_path):
         load_problems(str(tmp_path / "d.csv"))
 
 
+def test_what_a_tokenizer_has_no_tokens_for_is_told():
+    """`tiny` was trained in a format that it cannot write, on words that it cannot read, without a note."""
+    tiny = arithmetic_tokenizer()
+    for text, answer_format, words in (
+        ("Ann has 2 pens.", "xml", []),
+        ("Ann has 2 pens.", "boxed", ["no tokens for '\\\\boxed{': no completion can have the"]),
+        ("Ann has 2 zebras.", "xml", ["no tokens for some words of 1 of 1 prompts: the model reads <unk>"]),
+    ):
+        asking = Prompting(answer_format, "")
+        encoded, _ = asking.encode(tiny, [Problem(text, "1")], 99)
+        remarks = [remark for remark in asking.remarks(tiny, encoded) if "no tokens" in remark]
+        assert len(remarks) == len(words)
+        assert all(word in remark for word, remark in zip(words, remarks, strict=True))
+
+
 def test_what_is_set_and_no_prompt_reads_is_told(tokenizer):
     """A switch that the template lacks, or a system prompt beside the data's own, was dropped in silence."""
     reads = copy_of(tokenizer, CHAT_TEMPLATE + "{% if enable_thinking %}{% endif %}")

@@ -177,7 +177,8 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     ("given", "settings", "error", "words"),
     [
         (dict(dataset=[]), {}, DataError, "dataset: holds no rows"),
-        (dict(dataset={"train": []}), {}, DataError, "must be rows, and not what holds train"),
+        (dict(dataset={"train": []}), {}, DataError, "is a dict of train, and no rows; .*one split"),
+        (dict(dataset=["How many?"]), {}, DataError, "is a list of How many.*give a list of dicts"),
         (dict(dataset=[{"question": "1 + 1?"}]), {}, DataError, "dataset row 1: has no answer"),
         (
             dict(dataset=[{"q": "1?", "a": 1}]),
@@ -243,7 +244,7 @@ def test_minutes_that_are_over_before_the_first_step_are_refused_with_what_it_ta
         "oneshot", recipe_start, tmp_path / "out", grpo_train, max_wall_minutes=1, eval_every=0
     )
     with pytest.raises(
-        SettingError, match=r"max_wall_minutes=1: loading .* took 93 s: give more than 1.7 min"
+        SettingError, match=r"max_wall_minutes=1.0: loading .* took 93 s: give more than 1.7 min"
     ):
         grpo_train.train(config)
 
@@ -255,7 +256,7 @@ def test_a_warm_start_that_does_not_fit_into_the_minutes_is_refused_and_not_take
     config = grpo_train.Config(max_wall_minutes=1)
     run = stand_in(config, outer=object(), total=10, progress=Progress(step=1), step_began=100.0)
     with pytest.raises(
-        SettingError, match="max_wall_minutes=1: the warm start alone needs about 2.5 minutes"
+        SettingError, match="max_wall_minutes=1.0: the warm start alone needs about 2.5 minutes"
     ):
         run._is_out_of_time()
     run.progress.step = 10

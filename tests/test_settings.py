@@ -435,6 +435,19 @@ def test_the_signature_of_a_config_is_that_of_its_fields():
     assert list(inspect.signature(Config).parameters) == [field.name for field in dataclasses.fields(Config)]
 
 
+def test_an_empty_question_is_refused():
+    """It was asked, and answered with what the model makes of nothing."""
+    with pytest.raises(grpo_train.SettingError, match="ask='  ': is empty: give a question"):
+        parse_config(grpo_eval.Config, ["--ask", "  "])
+
+
+def test_the_help_of_supervised_training_tells_its_own_default_of_num_steps(capsys):
+    """It said `500 where neither is given`, where an epoch is."""
+    with pytest.raises(SystemExit):
+        parse_config(sft_train.Config, ["--help"])
+    assert "500" not in capsys.readouterr().out
+
+
 def test_steps_and_epochs_from_python_are_refused_together():
     with pytest.raises(grpo_train.SettingError, match="num_epochs=2.*num_steps=5.*give one of the two"):
         sft_train.Config(num_steps=5, num_epochs=2)
