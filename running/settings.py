@@ -18,7 +18,7 @@ from errors import SettingError
 from problems.prompts import Prompting, system_prompt_text
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
-from running.parsing import named_and_typed
+from running.parsing import combined, named_and_typed
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -92,7 +92,10 @@ def settings_class(cls):
 
     @functools.wraps(make)
     def __init__(self, **given):
-        make(self, **named_and_typed(cls, given, "Config"))
+        given = named_and_typed(cls, given, "Config")
+        if given.keys() < cls.__dataclass_fields__.keys():  # else the copy of a config, which names them all
+            given = combined(cls, given)
+        make(self, **given)
 
     cls.__init__ = __init__
     return cls
