@@ -179,7 +179,7 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     [
         (dict(dataset=[]), {}, DataError, "dataset: holds no rows"),
         (dict(dataset={"train": []}), {}, DataError, "is a dict of train, and no rows; .*one split"),
-        (dict(reward_functions=[Fraction]), {}, SettingError, "='Fraction': is a class: give an object of it"),
+        (dict(reward_functions=[Fraction]), {}, SettingError, "is a class: give an object of it"),
         (dict(dataset=["How many?"]), {}, DataError, "is a list of How many.*give a list of dicts"),
         (dict(dataset=[{"question": "1 + 1?"}]), {}, DataError, "dataset row 1: has no answer"),
         (
