@@ -174,6 +174,9 @@ def _csv_rows(path, text):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:  # the last would win silently
             raise DataError(f"{path} line 1: has more than one column {repeated[0]!r}")
+        if len(names) == 1 and (other := re.search("[;\t|]", names[0])):
+            remedy = f"is one column, {names[0]!r}: separate columns by commas, not by {other[0]!r}"
+            raise DataError(f"{path} line 1: {remedy}")
         for row in reader:
             where = f"{path} line {reader.line_num}"
             if None in row:

@@ -263,6 +263,11 @@ BAD = {
         b"question,answer\nQ,1\nOne, two?,3\n",
         r"line 3: has more cells than the header",
     ),
+    "semicolons between columns": (  # `name it with --question_column` was no help
+        "a.csv",
+        b"question;answer\nQ;1\n",
+        r"line 1: is one column, 'question;answer': separate columns by commas, not by ';'",
+    ),
     "a quote that is never closed": ("a.csv", b'question,answer\n"Q,1\nR,2\n', r"line 2: is not CSV"),
     "a column twice": (
         "a.csv",
