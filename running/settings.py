@@ -93,8 +93,10 @@ def settings_class(cls):
     @functools.wraps(make)
     def __init__(self, **given):
         given = named_and_typed(cls, given, "Config")
-        if given.keys() < cls.__dataclass_fields__.keys():  # else the copy of a config, which names them all
-            given = combined(cls, given)
+        fields = cls.__dataclass_fields__
+        if given.keys() < fields.keys():  # else the copy of a config, which names them all
+            asked = {name: value for name, value in given.items() if value != fields[name].default}
+            combined(cls, asked)  # which refuses two that take each other's place
         make(self, **given)
 
     cls.__init__ = __init__
