@@ -18,7 +18,7 @@ from errors import SettingError
 from problems.prompts import Prompting, system_prompt_text
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
-from running.parsing import combined, named_and_typed
+from running.parsing import named_and_typed
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -92,12 +92,7 @@ def settings_class(cls):
 
     @functools.wraps(make)
     def __init__(self, **given):
-        given = named_and_typed(cls, given, "Config")
-        fields = cls.__dataclass_fields__
-        if given.keys() < fields.keys():  # else the copy of a config, which names them all
-            asked = {name: value for name, value in given.items() if value != fields[name].default}
-            combined(cls, asked)  # which refuses two that take each other's place
-        make(self, **given)
+        make(self, **named_and_typed(cls, given, "Config"))
 
     cls.__init__ = __init__
     return cls
@@ -377,6 +372,10 @@ class TrainConfig:
             object.__setattr__(self, "report_to", None)
         if self.lora_target_modules == ["all-linear"]:  # peft's word for the default
             object.__setattr__(self, "lora_target_modules", None)
+        if self.resume and self.overwrite_output_dir:  # one deletes what the other goes on from
+            raise SettingError(
+                "overwrite_output_dir", True, "cannot stand beside resume=True: give one of the two"
+            )
         self._choose_length()
         self._check_numbers()
         self._check_choices()

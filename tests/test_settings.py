@@ -411,7 +411,6 @@ def test_two_settings_of_one_level_that_take_each_other_s_place_are_refused(scri
         (dict(batch_size=None), "batch_size=None: must be int"),
         (dict(dataset=[{"question": "q", "answer": "a"}] * 99), r"\.\.\.: must be str; .*dataset=rows\)$"),
         (dict(resume=True, overwrite_output_dir=True), "beside resume=True: give one of the two"),
-        (dict(reward=["rewards.py:math_reward"], reward_set="h3po"), "h3po.: give one of the two"),
         (dict(reward=[len]), r"must be str; .*reward_functions=\[\.\.\.\]\)$"),
     ],
 )
