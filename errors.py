@@ -46,7 +46,9 @@ class SettingError(ValueError):
     status = 2
 
     def __init__(self, name, value, remedy):
-        super().__init__(f"{name}={value!r}: {remedy}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 300 else f"{shown[:150]} ..."  # rows of data, say
+        super().__init__(f"{name}={shown}: {remedy}")
 
 
 class DataError(ValueError):

@@ -84,6 +84,8 @@ def given_rewards(config, functions):
         raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
     pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
     for pair in pairs:
+        if isinstance(pair[0], type):
+            raise SettingError("reward_functions", pair[0].__name__, "is a class: give an object of it")
         if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], int | float):
             raise SettingError(
                 "reward_functions", pair[0], "is neither a function nor a (function, weight) pair"

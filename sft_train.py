@@ -64,12 +64,12 @@ def as_rollout(pairs, tables, device):
     return Rollout(prompts, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0)
 
 
-def train(config, outer=None):
+def train(config, outer=None, of_study=False):
     """Run a whole supervised training; returns the output directory.
 
-    outer: the run that this is the warm start of.
+    outer: the run that this is the warm start of. of_study: a study makes it, as the start of a seed's arms.
     """
-    with Run(config, SHOWN, outer, few_lines=True) as run:
+    with Run(config, SHOWN, outer, few_lines=True, of_study=of_study) as run:
         start = run.find_folder(config.model, "model")
         with together():
             tokenizer = load_tokenizer(start, config.trust_remote_code)

@@ -147,9 +147,22 @@ def answer_format_named(name):
     if not isinstance(found, AnswerFormat):
         kind = "nothing" if found is None else f"a {type(found).__name__}"
         raise ValueError(f"answer_format {name!r} is {kind} there: make it with answers.formats.AnswerFormat")
-    if problem := _problem_of(found):
+    if problem := _wrong_type_in(found) or _problem_of(found):
         raise ValueError(f"answer_format {name!r} {problem}")
     return found
+
+
+def _wrong_type_in(found):
+    """Which field of an AnswerFormat holds another type; None where none does.
+
+    The letters of a text in the place of `tags` would be paid for as tags.
+    """
+    if not isinstance(found.tags, tuple) or not all(isinstance(tag, str) for tag in found.tags):
+        return f"has tags={found.tags!r}, which must be a tuple of texts, such as ('<answer>', '</answer>')"
+    for name in ("name", "system_prompt", "think_end", "template", "raw_prompt"):
+        if not isinstance(getattr(found, name), str):
+            return f"has {name}={getattr(found, name)!r}, which must be a text"
+    return None if callable(found.find) else f"has find={found.find!r}, which must be a function of a text"
 
 
 @cache

@@ -239,10 +239,12 @@ class Prompting:
         said = self._unread(tokenizer, encoded)
         if self.prompt_format == "chat":
             said += [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
-        think_end = answer_format_named(self.answer_format).think_end
+        answer_format = answer_format_named(self.answer_format)
+        think_end = answer_format.think_end
+        said += _without_tokens(tokenizer, encoded, answer_format)
         if think_end in opening:
             said.append(f"the prompt ends in {think_end!r}: no path of M3PO will be seen to end its thinking")
-        closed = (tag for tag in answer_format_named(self.answer_format).tags if tag.startswith("</"))
+        closed = (tag for tag in answer_format.tags if tag.startswith("</"))
         if tag := next((tag for tag in closed if prompt.rstrip().endswith(tag)), None):
             said.append(f"the prompt ends in {tag} already, which the answer format writes once more")
         if prompt.rstrip().endswith("<think>") and not opening:
@@ -403,3 +405,19 @@ def _worked_answer(problem, answer_format, config):
     if answer_format.extract(reasoning) == answer:  # as MATH's solutions have it in boxed
         return reasoning
     return answer_format.write(reasoning, answer)
+
+
+def _without_tokens(tokenizer, encoded, answer_format):
+    """Parts of the answer format and words of prompts that a tokenizer, such as that of `tiny`, lacks."""
+    unknown = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):
+        return []
+    said, parts = [], dict.fromkeys((answer_format.think_end, *answer_format.tags))
+    missing = [part for part in parts if unknown in tokenizer(part, add_special_tokens=False)["input_ids"]]
+    if missing:
+        what = f"the tokenizer has no tokens for {', '.join(map(repr, missing))}"
+        said.append(f"{what}: no completion can have the answer format {answer_format.name!r}")
+    if count := sum(unknown in p.ids for p in encoded):
+        what = f"the tokenizer has no tokens for some words of {count} of {len(encoded)} prompts"
+        said.append(f"{what}: the model reads {tokenizer.unk_token} there")
+    return said

@@ -74,13 +74,15 @@ def given_problems(rows, columns=None, *, limit=None):
     """
     if isinstance(rows, str | Path):
         raise DataError(f"dataset: {rows} is a name, and rows belong here: say Config(dataset={str(rows)!r})")
-    rows = list(itertools.islice(rows, limit))
+    kind, rows = type(rows).__name__, list(itertools.islice(rows, limit))
     if not rows:
         raise DataError("dataset: holds no rows")
     if all(isinstance(row, Problem) for row in rows):
         return rows
     if isinstance(rows[0], str):  # the names of splits, or of columns
-        raise DataError(f"dataset: must be rows, and not what holds {', '.join(map(str, rows[:3]))}")
+        names = one_line(", ".join(map(str, rows)), 60)
+        remedy = "give a list of dicts or a datasets.Dataset: one split, or DataFrame.to_dict('records')"
+        raise DataError(f"dataset: is a {kind} of {names}, and no rows; {remedy}")
     rows = [(f"dataset row {i}", row) for i, row in enumerate(rows, 1)]
     return _problems(rows, columns or {}, {}, "train", responses=False)
 
@@ -172,6 +174,9 @@ def _csv_rows(path, text):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:  # the last would win silently
             raise DataError(f"{path} line 1: has more than one column {repeated[0]!r}")
+        if len(names) == 1 and (other := re.search("[;\t|]", names[0])):
+            remedy = f"is one column, {names[0]!r}: separate columns by commas, not by {other[0]!r}"
+            raise DataError(f"{path} line 1: {remedy}")
         for row in reader:
             where = f"{path} line {reader.line_num}"
             if None in row:

@@ -224,4 +224,5 @@ def push(folder, repository, private):
             )
     except Exception as error:  # a network, a login, a name: whatever it is, the model is saved
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise RunError(f"the model is saved in {folder}, but not uploaded ({reason})") from error
+        saved = f"the model is saved in {folder}, but not uploaded ({reason})"
+        raise RunError(f"{saved}: when that is mended, --resume true uploads it") from error

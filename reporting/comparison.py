@@ -72,7 +72,7 @@ def read_side(name):
         try:
             evaluations.append(read_evaluation(folder))
         except (OSError, ValueError) as error:
-            remedy = f"is not a folder that grpo_eval.py wrote ({type(error).__name__})"
+            remedy = "is not a folder that grpo_eval.py wrote: give one, such as eval_runs/NAME"
             raise SettingError("compare", folder, remedy) from error
     first, *others = evaluations
     return [first, *(aligned(first, other, name) for other in others)]
@@ -251,8 +251,8 @@ def _described(result, comparisons, seeds_a, seeds_b):
         f"{result['b']} against {result['a']}, {result['questions']} questions: "
         f"{result['accuracy_a']:.3f} -> {result['accuracy_b']:.3f}, difference {result['difference']:+.3f} "
         f"(95% interval {low:+.3f} to {high:+.3f}, {scope}); {test}{corrected}",
-        f"{result['gained']} questions gained, {result['lost']} lost; so many questions show a difference of "
-        f"{result['smallest_difference']:.3f} in 4 of 5 cases.",
+        f"{result['gained']} questions gained, {result['lost']} lost; with so many questions, a true "
+        f"difference of {result['smallest_difference']:.3f} would be found in 4 of 5 comparisons.",
     ]
     return lines + _seed_lines(result) + _not_right_lines(result)
 

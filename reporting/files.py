@@ -62,6 +62,8 @@ def read_yaml(path):
     """A YAML mapping as a dict of plain data; broken or missing files are a SettingError."""
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
+    except FileNotFoundError as error:
+        raise SettingError("config", str(path), f"No such file, seen from {Path.cwd()}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingError("config", str(path), one_line(error, limit=None)) from error
     if values is None:

@@ -46,7 +46,7 @@ OF_AN_EVALUATION = (
 TRENDS = {"reward": "reward", "correct": "right", "completion_length": "length", "truncated": "cut off",
           "kl": "KL", "perplexity": "perplexity", "frac_reward_zero_std": "groups without a signal",
           "thinking_paths": "paths that think", "input_change": "inputs moved by listening",
-          "gate_entropy": "entropy of the weights, of the largest"}  # fmt: skip
+          "gate_entropy": "entropy of the weights over its maximum"}  # fmt: skip
 
 
 @dataclass

@@ -111,7 +111,7 @@ PANELS = {"reward": "reward", "held out": "eval_accuracy", "right": "correct",
           "cut off": "truncated", "entropy, nats": "entropy", "KL to the reference, nats": "kl",
           "loss": "loss", "gradient norm": "grad_norm", "sampler against update, nats": "logp_diff",
           "inputs moved by listening": "input_change", "paths that think": "thinking_paths",
-          "entropy of the weights, of the largest": "gate_entropy",
+          "entropy of the weights over its maximum": "gate_entropy",
           "tokens changed by listening": "listening_changed_tokens",
           "seconds a step": "rollout_seconds"}  # fmt: skip
 WITH_MORE = {

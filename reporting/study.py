@@ -22,7 +22,7 @@ from reporting.statistics import holm
 from reporting.study_answers import read_json, slimmed, write_packed
 from reporting.study_page import headline, look_sentence, study_page
 from reporting.study_runs import peers_of, read_study
-from reporting.study_statistics import compared, look, read_verdict
+from reporting.study_statistics import compared, look, read_verdict, remark_on_spread
 
 CURVES = {"reward": "reward", "correct": "right while sampling",
           "frac_reward_zero_std": "groups without a signal", "completion_length": "completion length, tokens",
@@ -109,8 +109,9 @@ def analysis(study, hide_means=False):
         if plan["verdict"]:
             found["verdict"] = verdict_of(plan, comparisons)
         else:
-            pair = f"{plan['treatment']} against {plan['baseline']}, without a verdict in the plan"
-            found["result"] = f"{pair}. {difference_sentence(plan, comparisons[0])}"
+            pair = f"{plan['treatment']} against {plan['baseline']} (the study's file asks for no verdict)"
+            remark = remark_on_spread(comparisons[:1])
+            found["result"] = f"{pair}. {difference_sentence(plan, comparisons[0])} {remark}".rstrip()
     found["endpoints"] = [endpoint_row(plan, endpoint) for endpoint in study.endpoints]
     found["arms"] = [arm_row(study, arm) for arm in plan["arms"]]
     return plain(found | {"comparisons": comparisons, "curves": curves(study)})
@@ -235,6 +236,7 @@ def verdict_of(plan, comparisons):
         others = [rows[row["arm"], peer] for peer in peers_of(plan["verdict"])]
         each = [f"{r['other']} {100 * r['difference']:+.2f} (p = {r['p']:.2g})" for r in others]
         sentence += f" Against {', '.join(each)}." if each else ""
+    sentence = f"{sentence} {remark_on_spread(rows.values())}".rstrip()
     return {"words": words, "second": second, "sentence": sentence}
 
 

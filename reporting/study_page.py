@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from reporting.page import style_of_a_page
 from reporting.plots import COLOURS, GREY, figure_of
+from reporting.study_statistics import remark_on_spread
 
 TEMPLATE = Path(__file__).with_name("study_template.html")
 ARM_COLOURS = (*COLOURS, "#d16ba5", "#86714d")
@@ -183,7 +184,8 @@ def endpoint_part(found, endpoint):
     header += ["training seconds"] if "seconds" in rows[0] else []
     unit = "points" if is_share else "tokens"
     title = f"{endpoint['name']}, {unit} ({endpoint['role']})"
-    return {"title": title, "header": header, "rows": table, "picture": draw_endpoint(found, endpoint, rows)}
+    part = {"title": title, "header": header, "rows": table, "remark": remark_on_spread(rows)}
+    return part | {"picture": draw_endpoint(found, endpoint, rows)}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from scipy import integrate, optimize, stats
 
 BOOTSTRAP_DRAWS = 10_000
 MOST_SEEDS = 1024  # that `seeds_needed` counts up to
+NO_SPREAD = 1e-9  # of paired differences: what rounding leaves where all are alike
 
 
 def paired_t(differences, level=0.95):
@@ -148,6 +149,18 @@ def compared(differences, margin, alpha=0.05, power=0.8):
     if differences.ndim > 1:
         found["bootstrap_ci95"] = list(crossed_bootstrap(differences))
     return found
+
+
+def remark_on_spread(rows):
+    """A sentence on tests whose seeds all show one difference, or "": their p is 0 whatever their number.
+
+    rows: comparisons with the numbers of `compared`.
+    """
+    alike = [row for row in rows if "p" in row and row["deviation"] < NO_SPREAD]
+    pairs = ", ".join(f"{row['arm']} against {row['other']}" for row in alike)
+    what = f"all seeds show the same difference ({pairs}), so there is no spread to test it by"
+    remedy = "p and the interval are no evidence, and more questions or samples would show one"
+    return f"Beware: {what}: {remedy}." if alike else ""
 
 
 def look(differences, plan):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +10,7 @@ from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from problems.prompts import saved_system_prompt, system_prompt_text
 from reporting.files import read_run_config
-from running.settings import FIRST, PRECISIONS, check, check_one_of, check_prompting, setting
+from running.settings import FIRST, PRECISIONS, check, check_one_of, check_prompting, setting, settings_class
 
 
 def from_training(default, text, **roles):
@@ -28,7 +27,7 @@ ASIDE = ("ask", "questions", "compare")  # what is done instead of an evaluation
 ELSEWHERE = ("compare", "api")  # where no model is loaded
 
 
-@dataclass(frozen=True)
+@settings_class
 class Config:
     """Settings of an evaluation; each says on its field what else is done with it."""
 
@@ -255,6 +254,7 @@ class Config:
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
         check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+        check(self, "ask", lambda v: v is None or v.strip(), "is empty: give a question")
         day = "must be positive, and a day (86400) at the most"
         check(self, "api_timeout", lambda v: 0 < v <= 86400, day)
         check(self, "m3po_lambda", lambda v: 0 <= v <= 1, "must be between 0 and 1")

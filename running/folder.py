@@ -185,6 +185,8 @@ def say_what_is_there(run):
     folder = run.folder
     if run.outer is not None:
         return run.say(f"the warm start is made: {folder}")
+    if run.of_study and run.few_lines:
+        return None  # the start of a seed, whose folder goes when its arms are trained
     if run.config.keep_best:
         run.say(f"best: {_best_of(run)}")
     data = run.config.dataset

@@ -1,19 +1,18 @@
 """The settings of grpo_train.py. Loads no torch, so that --help and a mistake are answered at once."""
 
 import math
-from dataclasses import dataclass
 
 from answers.formats import answer_format_named
 from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from rewards import REWARD_SETS, load_reward, reward_name
-from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, check_one_of, setting
+from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, check_one_of, setting, settings_class
 from running.sft_config import warm_start_settings
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 
 
-@dataclass(frozen=True)
+@settings_class
 class Config(TrainConfig):
     """Settings of a GRPO run; the defaults are the original recipe."""
 

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -86,6 +87,10 @@ NAMED = re.compile(r"--(\w+)|\b([a-z]+(?:_[a-z]+)+)\b(?!\.py)")  # the settings 
 ROOT = Path(__file__).resolve().parents[1]
 THIS_COMMAND = "this command"  # the last group of --help
 SHOWN_AS = {int: "N", float: "X"}  # the value of a flag in --help
+GIVEN_TO_TRAIN = {  # what a setting names, and Python gives as it is
+    "dataset": "; rows are given to train(config, dataset=rows)",
+    "reward": "; functions are given to train(config, reward_functions=[...])",
+}
 BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
 
 
@@ -110,27 +115,37 @@ def settings_from_file(config_class, path):
 
 def checked_settings(config_class, read, where):
     """`settings_from_file` for a mapping that is read already; `where`: what an error says of its place."""
+    is_saved = read.keys() >= get_type_hints(config_class).keys() or "versions" in read
+    given = {key: value for key, value in read.items() if not (is_saved and key in BESIDE)}
+    settings = named_and_typed(config_class, given, where)
+    return _with_effect(config_class, settings) if is_saved else settings
+
+
+def named_and_typed(config_class, given, where):
+    """{setting: value} of names and values that a file or a Python caller gave.
+
+    Further names of a setting are taken; what is no setting, or has another type, is refused.
+    """
     hints, settings, aliases = get_type_hints(config_class), {}, _aliases(config_class)
-    is_saved = read.keys() >= hints.keys() or "versions" in read
     switches = {switch for switch, *_ in _switches(config_class)}
-    for key, value in read.items():
-        if is_saved and key in BESIDE:
-            continue
+    for key, value in given.items():
         name = aliases.get(key, key)
         if name in switches:
-            settings[name] = _from_yaml(name, bool, value)
+            settings[name] = _typed(name, bool, value)
             continue
         if name in REFUSED and name not in hints:
             raise SettingError(key, value, _hint(name, hints))
         if name not in hints:
             meant = _did_you_mean(str(key), hints)
-            raise SettingError(key, value, f"no such setting in {where}; --help lists them{meant}")
+            listed = "--help" if hasattr(config_class, "usage") else "docs/study.md"  # keys of a study's file
+            raise SettingError(key, value, f"no such setting in {where}; {listed} lists them{meant}")
         if name in settings:
             raise SettingError(key, value, f"given twice in {where} (it is another name of {name})")
-        none_words = _none_words(config_class.__dataclass_fields__[name])
-        settings[name] = _from_yaml(name, hints[name], value, none_words)
-    settings = without_switches(config_class, settings)
-    return _with_effect(config_class, settings) if is_saved else settings
+        field = config_class.__dataclass_fields__[name]
+        if value is None and field.default == "none":
+            value = "none"
+        settings[name] = _typed(name, hints[name], value, _none_words(field))
+    return without_switches(config_class, settings)
 
 
 def _with_effect(config_class, settings):
@@ -181,15 +196,18 @@ def _none_words(field):
     return ("none", "null", *field.metadata.get("none_words", ()))
 
 
-def _from_yaml(name, hint, value, none_words=("none", "null")):
-    """A YAML value in the type of its field: an int serves as a float, a mapping as JSON text."""
+def _typed(name, hint, value, none_words=("none", "null")):
+    """A value in the type of its field: an int serves as a float, a mapping as JSON text.
+
+    So do numpy's numbers, which a sweep in Python gives, and a path serves as text.
+    """
     kind, optional = _kind(hint)
     if optional and (value is None or str(value).lower() in none_words):
         return None
     if get_origin(kind) is list:
         items = [value] if isinstance(value, str) else value
-        if isinstance(items, list):
-            return [_from_yaml(name, get_args(kind)[0], item) for item in items]
+        if isinstance(items, list | tuple):
+            return [_typed(name, get_args(kind)[0], item) for item in items]
     if isinstance(value, bool) and name == "gradient_checkpointing":  # YAML reads on and off as booleans
         return str(value)
     if isinstance(value, dict) and kind is str:
@@ -198,11 +216,14 @@ def _from_yaml(name, hint, value, none_words=("none", "null")):
         except TypeError as error:  # YAML reads 2024-01-01 as a date
             remedy = f"must hold what JSON can ({error}); put it into quotes"
             raise SettingError(name, value, remedy) from error
-    if kind is float and type(value) is int:
-        return float(value)
+    number = {int: Integral, float: Real}.get(kind)
+    if number and isinstance(value, number) and not isinstance(value, bool):
+        return kind(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
     plain = str if get_origin(kind) is Literal else get_origin(kind) or kind
     if type(value) is not plain:
-        raise SettingError(name, value, f"must be {plain.__name__}")
+        raise SettingError(name, value, f"must be {plain.__name__}{GIVEN_TO_TRAIN.get(name, '')}")
     return value
 
 
@@ -251,7 +272,9 @@ def _parser(config_class, description, only_given=False):
     for title, names in _groups(config_class).items():
         group = parser.add_argument_group(title)
         if title == THIS_COMMAND:
-            group.add_argument("--config", metavar="FILE", help="YAML file of settings; flags beside it win")
+            is_usual = "--config" in (usage or "--config")  # a study's own file comes first
+            text = "YAML file of settings; flags beside it win" if is_usual else argparse.SUPPRESS
+            group.add_argument("--config", metavar="FILE", help=text)
         for name in names:
             default = argparse.SUPPRESS if only_given else fields[name].default
             parser.add_setting(group, fields[name], hints[name], aliases, default)

@@ -116,7 +116,7 @@ def _check(said, functions, end):
     decoder.choose_path()
     _check_prompt(said, problems, tokenizer)
     _check_sampling(said, model, decoder)
-    _check_work(said, problems, held_out, skipped)
+    completions = _check_work(said, problems, held_out, skipped)
     free = _check_memory(said, model)
     _check_peak(said, start, decoder, problems, held_out, free)
     _check_checkpoints(said, model)
@@ -124,7 +124,7 @@ def _check(said, functions, end):
     if warm_start_is_pending:
         said.find("the pass rate is not measured: a warm start comes first; check again when it is made")
     else:
-        _check_pass_rate(said, decoder, problems[:PROMPTS], end)
+        _check_pass_rate(said, decoder, problems[:PROMPTS], end, completions if device.type == "cpu" else 0)
 
 
 def _start(config):
@@ -191,7 +191,7 @@ def _check_prompt(said, problems, tokenizer):
 
 
 def _check_work(said, problems, held_out, skipped):
-    """Prompts, what a step samples, and what the run does."""
+    """Prompts, what a step samples, and what the run does; returns how many completions that are."""
     config = said.config
     lengths = [len(p.ids) for p in problems]
     spread = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):.0f}"
@@ -213,6 +213,7 @@ def _check_work(said, problems, held_out, skipped):
     said.say("the run", f"{sampled}, {how}")
     if not config.learning_rate:
         said.find("every learning rate is 0, and no weight will change")
+    return total * B * G
 
 
 def _check_memory(said, model):
@@ -513,11 +514,15 @@ def _sampled_until(end, decoder, problems, config):
     return completions
 
 
-def _check_pass_rate(said, decoder, problems, end):
-    """Pass rate of the model as it stands, and what share of groups will carry no signal."""
+def _check_pass_rate(said, decoder, problems, end, of_the_run):
+    """Pass rate of the model as it stands, and what share of groups will carry no signal.
+
+    of_the_run: how many completions the run samples; 0 where their time does not follow from a few.
+    """
     config, G, started = said.config, said.config.num_generations, time.monotonic()
     completions = _sampled_until(end, decoder, problems, config)
     seconds = time.monotonic() - started
+    _check_sampling_time(said, len(completions), seconds, of_the_run)
     if not completions:
         limit = f"{G} completions of {config.max_completion_length} tokens"
         return said.find(
@@ -540,6 +545,17 @@ def _check_pass_rate(said, decoder, problems, end):
     if cut_off > 0.2:
         remedy = f"--max_completion_length {config.max_completion_length} is short, or the model does not end"
         said.find(f"{cut_off:.2f} of the completions are cut off: {remedy}")
+
+
+def _check_sampling_time(said, sampled, seconds, of_the_run):
+    """What the run's sampling takes on a CPU, where many rows at once are hardly faster than a few."""
+    minutes = seconds / 60 * of_the_run / (sampled or said.config.num_generations)
+    told = f"{minutes:,.0f} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
+    takes = f"sampling alone takes this CPU {'about' if sampled else 'more than'} {told}"
+    if minutes >= 100:
+        said.find(f"{takes}: fewer num_steps, shorter completions, a smaller model, or a GPU")
+    elif of_the_run:
+        said.say("time", takes)
 
 
 def _advice(mean, silent):

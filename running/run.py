@@ -328,7 +328,9 @@ class Run:
         """What stands in front of the bar of steps."""
         if self.outer is not None:
             return "warm start"
-        return "supervised" if self.few_lines else None
+        if self.few_lines:
+            return "supervised"
+        return self.folder.name if self.of_study else None  # a study names the folders after its arms
 
     def say(self, text):
         """Print a line, above the progress bar; once for all processes."""

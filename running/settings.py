@@ -18,6 +18,7 @@ from errors import SettingError
 from problems.prompts import Prompting, system_prompt_text
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
+from running.parsing import named_and_typed
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -80,6 +81,23 @@ def setting(default, text, **roles):
     return field(default=default, metadata={"help": text, **roles})
 
 
+def settings_class(cls):
+    """A frozen dataclass whose constructor reads names and values as those of a settings file are read.
+
+    So from Python, too, other trainers' names are taken or refused with a hint, and a misspelt name or a
+    value of another type is one line that says what would do.
+    """
+    cls = dataclass(frozen=True, kw_only=True)(cls)
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def __init__(self, **given):
+        make(self, **named_and_typed(cls, given, "Config"))
+
+    cls.__init__ = __init__
+    return cls
+
+
 def names_with(config_class, role, value=True):
     """Names of the settings whose field has this role, in their order."""
     return [f.name for f in dataclasses.fields(config_class) if f.metadata.get(role) == value]
@@ -90,7 +108,7 @@ def free_on_resume(config_class):
     return {*names_with(config_class, "resume", "free"), "versions", "commit"}
 
 
-@dataclass(frozen=True)
+@settings_class
 class TrainConfig:
     """What supervised and GRPO training have in common."""
 
@@ -344,7 +362,7 @@ class TrainConfig:
     def first_line(self):
         """What a script prints at once, before it loads anything."""
         page = Path(self.output_dir) / "report.html"
-        return f"training {self.model} on {self.dataset}; watch it in {page}"
+        return f"training {self.model} on {self.dataset}; from its first step on, watch it in {page}"
 
     def __post_init__(self):
         words = {"true": "on", "false": "off"}  # as YAML and other trainers have it
@@ -354,6 +372,10 @@ class TrainConfig:
             object.__setattr__(self, "report_to", None)
         if self.lora_target_modules == ["all-linear"]:  # peft's word for the default
             object.__setattr__(self, "lora_target_modules", None)
+        if self.resume and self.overwrite_output_dir:  # one deletes what the other goes on from
+            raise SettingError(
+                "overwrite_output_dir", True, "cannot stand beside resume=True: give one of the two"
+            )
         self._choose_length()
         self._check_numbers()
         self._check_choices()

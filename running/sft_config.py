@@ -2,16 +2,15 @@
 answered at once.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from errors import SettingError
 from running.parsing import combined, refuse_idle, settings_from_file
-from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, names_with, setting
+from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, names_with, setting, settings_class
 
 
-@dataclass(frozen=True)
+@settings_class
 class Config(TrainConfig):
     """Settings of a supervised run."""
 
@@ -28,6 +27,7 @@ class Config(TrainConfig):
     num_epochs: float | None = setting(
         1.0, "passes over the problems, instead of num_steps", in_card=True, instead_of=("num_steps",)
     )
+    num_steps: int | None = setting(None, "steps, instead of num_epochs")
     learning_rate: float = setting(1e-5, "peak learning rate of AdamW", in_card=True)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(

@@ -135,7 +135,10 @@ class Options:
         None, "minutes after which to save and stop, for jobs with a time limit"
     )
 
-    usage = "%(prog)s STUDY.yaml [--FIELD VALUE ...]"
+    usage = """%(prog)s STUDY.yaml [--FIELD VALUE ...]
+
+STUDY.yaml names the arms, the seeds and what is asked: docs/study.md lists its keys,
+configs/study_tiny.yaml is one."""
 
     def __post_init__(self):
         check(self, "stop_after", lambda v: v is None or 0 < v < math.inf, "must be positive and finite")

@@ -84,7 +84,7 @@ def test_push_uploads_what_a_user_needs_and_nothing_else(recipe_start, tmp_path,
         raise OSError("401 unauthorized")
 
     monkeypatch.setattr(card.HfApi, "create_repo", refuses)
-    reason = r"the model is saved in .*, but not uploaded \(OSError: 401 unauthorized\)"
+    reason = r"is saved in .*, but not uploaded \(OSError: 401 unauthorized\): .*--resume true uploads it"
     with pytest.raises(RunError, match=reason):
         card.push(tmp_path / "out", config.hub_model_id, config.hub_private)
     with pytest.raises(SettingError, match="hub_model_id"):

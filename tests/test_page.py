@@ -253,7 +253,7 @@ def test_what_listening_changed_is_summed_over_the_run():
     assert told["groups changed by listening"] == "1 of 2 that were read again"
     assert told["tokens changed by listening"] == "3 of 400 (0.75%)"
     assert told["answers changed by listening"] == "1 became right, 2 became wrong"
-    assert told["entropy of the weights, of the largest"] == "0.9 → 0.6"
+    assert told["entropy of the weights over its maximum"] == "0.9 → 0.6"
 
 
 def test_what_is_no_number_breaks_no_page(tmp_path):

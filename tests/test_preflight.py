@@ -145,6 +145,24 @@ def test_a_check_ends_when_its_minute_is_over(fault_start, tmp_path, capsys, mon
     assert "the pass rate is not measured: 3 completions of 12 tokens" in check(config, capsys)
 
 
+@pytest.mark.parametrize(
+    ("sampled", "of_the_run", "finding", "line"),
+    [
+        (30, 600, None, "time: sampling alone takes this CPU about 20 minutes"),  # 2 s each
+        (30, 60_000, "sampling alone takes this CPU about 33 hours: fewer num_steps", None),
+        (0, 60_000, "sampling alone takes this CPU more than 83 hours", None),  # 12 of them take over 60 s
+        (30, 0, None, None),  # on a GPU
+    ],
+)
+def test_the_check_says_how_long_a_cpu_samples(sampled, of_the_run, finding, line):
+    """The original recipe on a laptop: nothing said that it takes days."""
+    said = preflight.Report(grpo_train.Config(num_generations=12))
+    preflight._check_sampling_time(said, sampled, 60.0, of_the_run)
+    for found, told in ((said.findings, finding), (said.lines, line)):
+        assert len(found) == (told is not None)
+        assert told is None or told in found[0]
+
+
 def test_the_pass_rate_is_that_of_all_problems_at_once(llama, tokenizer, prompts):
     decoder = GroupDecoder(llama, tokenizer)
     config = grpo_train.Config(num_generations=3, max_completion_length=8)

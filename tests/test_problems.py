@@ -263,6 +263,11 @@ BAD = {
         b"question,answer\nQ,1\nOne, two?,3\n",
         r"line 3: has more cells than the header",
     ),
+    "semicolons between columns": (  # `name it with --question_column` was no help
+        "a.csv",
+        b"question;answer\nQ;1\n",
+        r"line 1: is one column, 'question;answer': separate columns by commas, not by ';'",
+    ),
     "a quote that is never closed": ("a.csv", b'question,answer\n"Q,1\nR,2\n', r"line 2: is not CSV"),
     "a column twice": (
         "a.csv",
@@ -989,6 +994,21 @@ def test_chat_messages_as_text_that_is_broken_are_named(tmp_path):
         )
     with pytest.raises(DataError, match=r"d\.csv line 2: column 'prompt' looks like chat messages"):
         load_problems(str(tmp_path / "d.csv"))
+
+
+def test_what_a_tokenizer_has_no_tokens_for_is_told():
+    """`tiny` was trained in a format that it cannot write, on words that it cannot read, without a note."""
+    tiny = arithmetic_tokenizer()
+    for text, answer_format, words in (
+        ("Ann has 2 pens.", "xml", []),
+        ("Ann has 2 pens.", "boxed", ["no tokens for '\\\\boxed{': no completion can have the"]),
+        ("Ann has 2 zebras.", "xml", ["no tokens for some words of 1 of 1 prompts: the model reads <unk>"]),
+    ):
+        asking = Prompting(answer_format, "")
+        encoded, _ = asking.encode(tiny, [Problem(text, "1")], 99)
+        remarks = [remark for remark in asking.remarks(tiny, encoded) if "no tokens" in remark]
+        assert len(remarks) == len(words)
+        assert all(word in remark for word, remark in zip(words, remarks, strict=True))
 
 
 def test_what_is_set_and_no_prompt_reads_is_told(tokenizer):

@@ -1116,6 +1116,9 @@ guesses = made(find=lambda text: (re.findall(r"[-\\w=, ]+", text) or [""])[-1].s
 raises = made(find=lambda text: text.index("RESULT") and None)
 never = made(think_end="</think>")
 empty = made(think_end="")
+text_as_tags = made(think_end="RESULT[", tags="RESULT[")
+list_of_tags = made(tags=["RESULT["])
+no_function = made(find=None)
 no_field = made("{reasoning} {result} RESULT[{answer}]")
 a_string = "RESULT"
 """
@@ -1151,6 +1154,9 @@ def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch
         ("never", "without '</think>': its template must hold think_end and all tags"),
         ("empty", "without '': its template must hold think_end and all tags"),
         ("no_field", "raises KeyError: 'result'"),
+        ("text_as_tags", "has tags='RESULT[', which must be a tuple of texts"),  # each letter was a tag
+        ("list_of_tags", "has tags=['RESULT['], which must be a tuple of texts"),  # was a bare TypeError
+        ("no_function", "has find=None, which must be a function of a text"),
         ("a_string", "is a str there: make it with answers.formats.AnswerFormat"),
         ("nowhere", "is nothing there: make it with answers.formats.AnswerFormat"),
     ],

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,6 +98,18 @@ def test_a_run_of_a_study_is_not_told_of_a_flag_that_studies_lack_nor_of_a_model
     assert "grpo_eval.py" not in of_study
 
 
+def test_a_run_of_a_study_is_named_by_its_bar_and_a_start_says_nothing_of_its_folder(tmp_path, capsys):
+    """`--check` of a study showed a bar for each arm without a name, and a start that is thrown away was
+    recommended for an evaluation.
+    """
+    config = grpo_train.Config(output_dir=str(tmp_path / "noise"))
+    assert stand_in(config, folder=tmp_path / "noise").bar_name is None
+    assert stand_in(config, folder=tmp_path / "noise", of_study=True).bar_name == "noise"
+    start = stand_in(config, folder=tmp_path / "0", few_lines=True, of_study=True)
+    say_what_is_there(start)
+    assert (start.bar_name, capsys.readouterr().out) == ("supervised", "")
+
+
 def test_held_out_problems_are_answered_greedily(tokenizer, llama, prompts):
     """As `complete` answers them, which is tested against `generate`."""
     decoder, rows = GroupDecoder(llama, tokenizer), []
@@ -165,7 +178,9 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     ("given", "settings", "error", "words"),
     [
         (dict(dataset=[]), {}, DataError, "dataset: holds no rows"),
-        (dict(dataset={"train": []}), {}, DataError, "must be rows, and not what holds train"),
+        (dict(dataset={"train": []}), {}, DataError, "is a dict of train, and no rows; .*one split"),
+        (dict(reward_functions=[Fraction]), {}, SettingError, "is a class: give an object of it"),
+        (dict(dataset=["How many?"]), {}, DataError, "is a list of How many.*give a list of dicts"),
         (dict(dataset=[{"question": "1 + 1?"}]), {}, DataError, "dataset row 1: has no answer"),
         (
             dict(dataset=[{"q": "1?", "a": 1}]),
@@ -231,7 +246,7 @@ def test_minutes_that_are_over_before_the_first_step_are_refused_with_what_it_ta
         "oneshot", recipe_start, tmp_path / "out", grpo_train, max_wall_minutes=1, eval_every=0
     )
     with pytest.raises(
-        SettingError, match=r"max_wall_minutes=1: loading .* took 93 s: give more than 1.7 min"
+        SettingError, match=r"max_wall_minutes=1.0: loading .* took 93 s: give more than 1.7 min"
     ):
         grpo_train.train(config)
 
@@ -243,7 +258,7 @@ def test_a_warm_start_that_does_not_fit_into_the_minutes_is_refused_and_not_take
     config = grpo_train.Config(max_wall_minutes=1)
     run = stand_in(config, outer=object(), total=10, progress=Progress(step=1), step_began=100.0)
     with pytest.raises(
-        SettingError, match="max_wall_minutes=1: the warm start alone needs about 2.5 minutes"
+        SettingError, match="max_wall_minutes=1.0: the warm start alone needs about 2.5 minutes"
     ):
         run._is_out_of_time()
     run.progress.step = 10

@@ -1,11 +1,14 @@
 """Settings: flags, YAML, what a field says of itself, one line for a mistake."""
 
+import dataclasses
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -394,6 +397,56 @@ def test_two_settings_of_one_level_that_take_each_other_s_place_are_refused(scri
     with pytest.raises(grpo_train.SettingError, match="give one of the two") as error:
         parsed(script, "", text, tmp_path) if in_file else parsed(script, flags)
     assert all(name in str(error.value) for name, _ in pairs)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (dict(learing_rate=1e-5), "=1e-05: no such setting in Config.*did you mean learning_rate"),
+        (dict(num_iterations=2), "num_iterations=2: says two things.*use outer_iterations or mu"),
+        (dict(max_steps=3, num_steps=2), "num_steps=2: given twice in Config"),
+        (dict(learning_rate="1e-5"), "learning_rate='1e-5': must be float"),
+        (dict(num_steps=1.5), "num_steps=1.5: must be int"),  # was a run without an end
+        (dict(beta=True), "beta=True: must be float"),
+        (dict(batch_size=None), "batch_size=None: must be int"),
+        (dict(dataset=[{"question": "q", "answer": "a"}] * 99), r"\.\.\.: must be str; .*dataset=rows\)$"),
+        (dict(resume=True, overwrite_output_dir=True), "beside resume=True: give one of the two"),
+        (dict(reward=[len]), r"must be str; .*reward_functions=\[\.\.\.\]\)$"),
+    ],
+)
+def test_a_name_or_value_from_python_is_refused_as_that_of_a_file(given, line):
+    """Python's own TypeError named no remedy, and 1.5 steps never ended."""
+    with pytest.raises(grpo_train.SettingError, match=line) as error:
+        Config(**given)
+    assert len(str(error.value)) < 300
+
+
+def test_from_python_other_trainers_names_and_numbers_of_numpy_are_taken(tmp_path):
+    given = dict(max_steps=np.int64(3), learning_rate=np.float32(0.5), reward_weights=(1, 2))
+    config = Config(**given, output_dir=tmp_path, bf16=False, report_to="none", warm_start=None)
+    assert (config.num_steps, config.learning_rate, config.reward_weights) == (3, 0.5, [1.0, 2.0])
+    assert (type(config.num_steps), type(config.learning_rate)) == (int, float)
+    assert (config.output_dir, config.precision) == (str(tmp_path), "fp32")
+    assert (config.report_to, config.warm_start) == (None, "none")
+    assert dataclasses.replace(config, seed=1) == Config(**vars(config) | {"seed": 1})
+
+
+def test_the_signature_of_a_config_is_that_of_its_fields():
+    """For the help of an editor or a notebook."""
+    assert list(inspect.signature(Config).parameters) == [field.name for field in dataclasses.fields(Config)]
+
+
+def test_an_empty_question_is_refused():
+    """It was asked, and answered with what the model makes of nothing."""
+    with pytest.raises(grpo_train.SettingError, match="ask='  ': is empty: give a question"):
+        parse_config(grpo_eval.Config, ["--ask", "  "])
+
+
+def test_the_help_of_supervised_training_tells_its_own_default_of_num_steps(capsys):
+    """It said `500 where neither is given`, where an epoch is."""
+    with pytest.raises(SystemExit):
+        parse_config(sft_train.Config, ["--help"])
+    assert "500" not in capsys.readouterr().out
 
 
 def test_steps_and_epochs_from_python_are_refused_together():

@@ -645,7 +645,7 @@ def test_what_m3po_does_has_panels_and_rounding_errors_have_none(tmp_path, monke
         "reward",
         "inputs moved by listening",
         "paths that think",
-        "entropy of the weights, of the largest",
+        "entropy of the weights over its maximum",
         "tokens changed by listening",
     }
     plots.draw({"bf16": [{"step": 1, "logp_diff": 8e-3}], "fp32": [{"step": 1, **rounding}]}, tmp_path)

@@ -107,7 +107,7 @@ BAD = {
         {"arms": [GRPO, {"name": "m3po", "settings": {"seed": 1}}]},
         "arms='m3po': seed=1: in arm m3po: the study sets it",
     ),
-    "a key that no study has": ({"arm": []}, r"arm=\[\]: no such setting in .*did you mean arms"),
+    "a key that no study has": ({"arm": []}, r"arm=\[\]: .*docs/study\.md lists them; did you mean arms"),
     "a key that no evaluation has": ({"evaluations": [{**MEAN, "sample": 3}]}, "sample=3: no such setting"),
     "steps that are no list": ({"evaluations": [{**MEAN, "steps": 4}]}, "steps=4: must be list"),
     "a baseline that is no arm": ({"baseline": "ppo"}, "baseline='ppo': must be one of grpo, m3po"),
@@ -177,6 +177,15 @@ def test_the_file_comes_first_on_the_command_line():
             parse(words)
     with pytest.raises(SettingError, match="stop_after=0.0: must be positive"):
         parse(["a.yaml", "--stop_after", "0"])
+
+
+def test_the_help_of_a_study_tells_where_its_keys_are_listed_and_names_no_other_file(capsys):
+    """--help showed a `--config` of its own, and nothing of what the study's file holds."""
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    told = capsys.readouterr().out
+    assert "docs/study.md lists its keys" in told
+    assert "--config" not in told
 
 
 @pytest.mark.parametrize("name", ["tiny", "m3po"])
@@ -258,7 +267,8 @@ class Pretended:
     def __init__(self, bench_folder):
         self.made, self.fail, self.starts = [], {}, 0
 
-    def start(self, config):
+    def start(self, config, of_study):
+        assert of_study, "else it says that its model can be evaluated, which goes when the seed is done"
         self.starts += 1
         folder = Path(config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,12 @@ from test_page import HOSTILE, browser  # noqa: F401 (a fixture)
 
 from errors import DataError, SettingError
 from reporting import study as study_module
+from reporting import study_page
 from reporting.files import read_metrics
 from reporting.statistics import majority
 from reporting.study import analysis, keep_study, main, result_rows, told, write_study
 from reporting.study_answers import majorities, read_json
+from reporting.study_page import endpoint_part
 from reporting.study_runs import read_study
 from small_study import (
     CONFIRMATORY,
@@ -180,6 +182,24 @@ def test_without_a_verdict_in_the_plan_there_is_the_table_alone(tmp_path, verdic
         "The difference in sampled mean@2 is +10.00 points (95% interval +7.52 to +12.48, p = 0.0033" in line
     )
     assert {row["role"] for row in found["comparisons"]} == {"primary", "control"}
+
+
+@pytest.mark.parametrize("verdict", [None, VERDICT])
+@pytest.mark.parametrize("m3po", [0.40, 0.30])
+def test_seeds_that_are_all_alike_are_said_to_prove_nothing(verdict, m3po, tmp_path, monkeypatch):
+    """Two seeds that gain the same 10 points had p = 0 and an interval of no width, and no word beside."""
+    monkeypatch.setattr(study_page, "draw_endpoint", lambda *_: None)
+    arms = {arm: [0.30, 0.30] for arm in CONFIRMATORY} | {"m3po": [m3po, m3po]}
+    write_small_study(tmp_path, arms, verdict=verdict)
+    found = analysed(tmp_path)
+    beware = "Beware: all seeds show the same difference (m3po against grpo"
+    assert beware in (found["result"] or found["verdict"]["sentence"])
+    assert beware in endpoint_part(found, found["endpoints"][0])["remark"]
+
+
+def test_seeds_that_differ_need_no_such_word(tmp_path):
+    write_small_study(tmp_path, GOOD, verdict=None)
+    assert "Beware" not in analysed(tmp_path)["result"]
 
 
 def test_an_incomplete_study_names_what_is_missing_and_has_no_verdict(tmp_path):
