@@ -81,6 +81,8 @@ NUMBERS = {
     "5 seconds": "5", "about 42": "42", "so the two friends have 42": "42", "12 more than John": "12",
     "42 sq ft": "42", "3 co-workers": "3", "10 if she is there": "10", "20kb": "20", "8400 BC": "8400",
     "35 phone calls": "35", "17 kittens": "17", "7 TV shows": "7", "42 US dollars": "42", "5 a.m.": "5",
+    "9.8 N·m": "49/5", "42\\": "42", "7 wrong answers": "7", "7 apples and oranges": "7",
+    "7 millionaires": "7", "7 bouillon cubes": "7", "12 mm": "12", "7 eggs...": "7", "7조각": "7",
     "7 pcs": "7", "7 DVDs": "7", "5 pts": "5", "4 common tangents": "4",
 }  # fmt: skip
 NOT_NUMBERS = (
@@ -110,7 +112,12 @@ NOT_NUMBERS = (
     "7 times x", "7 times itself", "7 over x", "7 below", "42abc", "负42", "5个半", "零下5度", "不是5",
     "5 tens",
     "logarithm of 5", "sine of 30", "the cosine of 60 degrees", "the absolute value of 5", "5 in base eight",
-    "5 if x is even",
+    "5 if x is even", "5 \\text{ if } x", "5\\text{ times }x", "not\\text{ equal to }5", "5 is wrong",
+    "$5mm", "5 bil", "5 thou", "5 tril", "5 Millionen", "5 millones", "5 Milliarden", "5 milhões",
+    "5 milioni", "5 Tausend", "5 Dutzend", "5 douzaines", "5 docenas", "5 тысяч", "5 миллионов", "5만",
+    "5천원",
+    "5, ...", "5,…", "5 ...", "…5", "5 or higher", "5 eggs or under", "5 and over", "5 at least",
+    "5 eggs at most",
 )  # fmt: skip
 
 
