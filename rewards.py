@@ -464,6 +464,11 @@ def _free_name(name, taken):
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
+def _is_own(function):
+    """Whether a function is one of this file, which changes nothing that it is given."""
+    return getattr(function, "__module__", None) == __name__
+
+
 def _values(function, columns, where, timeout):
     """What a function returns for the completions: a list with a float or None for each, or a RewardError."""
     completions = columns["completions"]
@@ -471,8 +476,7 @@ def _values(function, columns, where, timeout):
         return []
     with _time_limit(where, completions, timeout):
         try:
-            is_own = getattr(function, "__module__", None) == __name__  # these change nothing
-            values = _called(function, columns if is_own else _copied(columns))
+            values = _called(function, columns if _is_own(function) else _copied(columns))
         except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
             raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
@@ -506,6 +510,28 @@ def reward_columns(problems, texts, completion_ids, answer_format):
         solution=solutions,
         answer_format=answer_format,
     )
+
+
+def lost_answers(config, problems):
+    """The reference answers that no completion can give: not right even as the format itself writes them.
+
+    Such as `...`, or one of several lines behind `####`.
+    """
+    write = answer_format_named(config.answer_format).write
+    answers = [p.answer for p in problems if p.answer]
+    written = [write("So it is.", answer) for answer in answers]
+    right = right_answers(written, answers, config.answer_format, config.grading)
+    return [answer for answer, is_right in zip(answers, right, strict=True) if is_right is False]
+
+
+def check_answers(config, reward_functions, problems):
+    """Refuse built-in rewards where no completion of any problem could ever be right."""
+    lost = lost_answers(config, problems)
+    if len(lost) == len(problems) and all(_is_own(function) for function, _ in reward_functions):
+        wrong = f"none of the {len(lost)} reference answers can be right in it, such as {lost[0][:60]!r}"
+        raise SettingError(
+            "answer_format", config.answer_format, f"{wrong}: choose another, or mend the data"
+        )
 
 
 def check_rewards(config, reward_functions, problem):

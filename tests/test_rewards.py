@@ -30,6 +30,7 @@ from rewards import (
     SYSTEM_PROMPT,
     RewardLog,
     binary_correctness_reward,
+    check_answers,
     check_parameters,
     combined_reward,
     compute_rewards,
@@ -40,6 +41,7 @@ from rewards import (
     int_reward,
     last_number,
     load_reward,
+    lost_answers,
     math_equal,
     math_reward,
     numeric_reward,
@@ -418,6 +420,29 @@ def test_no_random_text_makes_a_reward_raise_or_leave_the_finite_numbers():
             for name in ANSWER_FORMATS:
                 values += combined_reward(completions=[text], answer=[reference], answer_format=name)
             assert all(isinstance(v, float) and 0 <= v <= 2.8 for v in values)
+
+
+LOST = {
+    "xml": ("...", "a</answer>b"),
+    "hash": ("1\n2", "..."),
+    "boxed": ("}{", "..."),
+    "r1": ("...", "</answer>"),
+}
+
+
+@pytest.mark.parametrize(("answer_format", "answers"), LOST.items())
+def test_reference_answers_that_no_completion_can_give_are_told(answer_format, answers):
+    """A run over them ended as if all had gone well, with every reward 0."""
+    config = SimpleNamespace(answer_format=answer_format, grading="number", reward=None)
+    lost = [Problem("Q", answer) for answer in answers]
+    good = [Problem("Q", answer) for answer in ("7", "7 million", "(1, 2]", r"\frac12", "north")]
+    assert lost_answers(config, [*good, *lost]) == list(answers)
+    check_answers(config, REWARD_SETS["grpo_m3po"], [*good, *lost])
+    check_answers(config, [(constant([1.0]), 1.0)], lost)  # one's own reward may need no answer
+    with pytest.raises(
+        SettingError, match=f"^answer_format='{answer_format}': none of the 2 reference answers"
+    ):
+        check_answers(config, REWARD_SETS["grpo_m3po"], lost)
 
 
 def test_the_named_reward_sets_are_these():
