@@ -32,7 +32,7 @@ from answers.formats import (
 )
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
-from answers.user_files import named_in_file, shown_error
+from answers.user_files import in_their_process, named_in_file, shown_error
 from errors import RewardError, SettingError, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
@@ -390,6 +390,14 @@ def _called(function, columns):
     return values
 
 
+def _called_alone(function, columns):
+    """The same, where what a user's function does to its arguments or to the process reaches nobody else."""
+    if _is_own(function):
+        return _called(function, columns)
+    with in_their_process():
+        return _called(function, _copied(columns))
+
+
 def _parameters(function):
     """The parameters of a function, {name: parameter}, and whether it takes any other by keyword, too."""
     try:
@@ -433,6 +441,7 @@ class RewardLog:
 
     def extra(self, column, values):
         """TRL's log_extra: a column, a value for each completion; a name that is taken gets a number."""
+        _check_name("log_extra", column)
         values = list(values)
         if len(values) != len(self.rows):
             raise ValueError(
@@ -444,11 +453,17 @@ class RewardLog:
 
     def metric(self, name, value):
         """TRL's log_metric: a number, averaged over the calls of a step and over processes."""
+        _check_name("log_metric", name)
         self.metrics.setdefault(name, []).append(float(value))
 
     @property
     def arguments(self):
         return {"log_extra": self.extra, "log_metric": self.metric}
+
+
+def _check_name(what, name):
+    if not isinstance(name, str):
+        raise ValueError(f"{what}({name!r}): a name must be text")
 
 
 def _plain(value):
@@ -476,8 +491,10 @@ def _values(function, columns, where, timeout):
         return []
     with _time_limit(where, completions, timeout):
         try:
-            values = _called(function, columns if _is_own(function) else _copied(columns))
-        except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
+            values = _called_alone(function, columns)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code; its sys.exit(0) would look like a finished run
             raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
         values = values.tolist()

@@ -445,6 +445,43 @@ def test_reference_answers_that_no_completion_can_give_are_told(answer_format, a
         check_answers(config, REWARD_SETS["grpo_m3po"], lost)
 
 
+class Unsayable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("error", [Unsayable(), asyncio.CancelledError(), GeneratorExit()])
+def test_whatever_a_reward_raises_is_one_line(error):
+    """An error whose text raises, and those that are no Exception, ended in a traceback."""
+
+    def fails(completions, **kwargs):
+        raise error
+
+    with pytest.raises(RewardError, match=rf"reward function fails at step 3 raised {type(error).__name__}"):
+        paid([(fails, 1.0)], ["p"], ["x"], step=3)
+
+
+@pytest.mark.parametrize("log", ["log_metric", "log_extra"])
+def test_a_name_that_is_no_text_is_refused_where_it_is_logged(log):
+    with pytest.raises(ValueError, match=rf"^{log}\(\('a', 1\)\): a name must be text$"):
+        RewardLog([{}]).arguments[log](("a", 1), [1.0] if log == "log_extra" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [("[text]", r"gave \['<r>7'\], neither text nor None"), ("text[9]", "raised IndexError")],
+)
+def test_a_format_of_one_s_own_that_fails_on_a_later_text_is_one_line(found, words, tmp_path):
+    source = "from answers.formats import AnswerFormat\ndef find(text):\n    if text == '<r>7':\n"
+    source += f"        return {found}\n    return text.partition('<r>')[2] or None\n"
+    source += "mine = AnswerFormat('mine', 's', '<r>', ('<r>',), '{reasoning}<r>{answer}', find)\n"
+    (tmp_path / "own.py").write_text(source)
+    name = f"{tmp_path}/own.py:mine"
+    assert correctness_reward(None, ["<r>8"], ["8"], name) == [2.0]
+    with pytest.raises(RewardError, match=f"^the find of answer_format 'mine' {words}.* for '<r>7'$"):
+        correctness_reward(None, ["<r>7"], ["8"], name)
+
+
 def test_the_named_reward_sets_are_these():
     assert REWARD_SETS["grpo_m3po"] == [(correctness_reward, 1.0), (format_reward, 1.0)]
     assert REWARD_SETS["h3po"] == [(hash_reward, 1.0)]
