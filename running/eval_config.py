@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -237,6 +238,9 @@ class Config:
             raise SettingError(
                 "dataset", self.dataset, f"is the one file this model was trained on: {remedy}"
             )
+        if is_evaluation and not is_other_data and self.split == trained.get("split") != "train":
+            what = "the model was trained on this split, and its accuracy is not that on new problems"
+            warnings.warn(f"split={self.split}: {what}", stacklevel=2)
         self._check_ranges()
         self._check_together()
         check_prompting(self)

@@ -585,6 +585,15 @@ def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(s
         grpo_train.train(settings_of(start, tmp_path / "data"))
 
 
+def test_the_folder_of_the_project_is_never_overwritten(start):
+    """--output_dir . --overwrite_output_dir put a model card in the place of the project's README."""
+    project = Path(grpo_train.__file__).parent
+    with pytest.raises(
+        SettingError, match="is this project's own folder, whose README.md would be written over"
+    ):
+        grpo_train.train(settings_of(start, project, overwrite_output_dir=True))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
