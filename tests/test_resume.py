@@ -765,6 +765,37 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(sta
     assert "nothing is left to do" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_finished_run_whose_model_is_gone_is_not_done(name, start, uninterrupted, tmp_path):
+    """It said that nothing is left to do, with status 0, and there was no model."""
+    out = shutil.copytree(uninterrupted("full"), tmp_path / "out")
+    config = settings_of(start, out, resume=True, **VARIANTS["full"])
+    before = (out / "model.safetensors").read_bytes()
+    (out / name).unlink()
+    run(config)
+    assert (out / name).exists()
+    assert (out / "model.safetensors").read_bytes() == before
+    (out / "model.safetensors").write_bytes(before[:-1])
+    for path in checkpoints(out):
+        shutil.rmtree(path)
+    with pytest.raises(SettingError, match="its model is not whole any more, and left no checkpoint"):
+        run(config)
+
+
+def test_a_checkpoint_s_name_holds_a_number_as_int_reads_it(tmp_path):
+    """`checkpoint-²` ended in a traceback: its digit is no decimal one."""
+    for name in (
+        "checkpoint-2",
+        "checkpoint-10",
+        "checkpoint-²",
+        "checkpoint-x",
+        "checkpoint-",
+        "my-checkpoint-3",
+    ):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-2"]
+
+
 def test_a_run_that_kept_no_last_checkpoint_says_what_to_set_beforehand(start, tmp_path):
     settings = dict(outer_iterations=1, save_every=0, eval_every=0, eval_problems=0)
     run(settings_of(start, tmp_path / "out", num_steps=1, **settings))
