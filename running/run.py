@@ -29,8 +29,8 @@ TIME_LIMITS = ("max_minutes", "max_wall_minutes")
 class Run:
     """What surrounds the steps: `with Run(...) as run`, `run.open(...)`, `for step in run.steps()`.
 
-    On SIGTERM, SIGINT, SIGUSR1 or at its time limit a run saves the finished steps and exits with 128 + the
-    signal. shown: {metric: format} of a step's line. outer: the run that this one is the warm start of.
+    On a signal of running/stop.py or at its time limit a run saves the finished steps and exits with 128 +
+    the signal. shown: {metric: format} of a step's line. outer: the run that this one is the warm start of.
     few_lines: a step is a move of the bar, and has no line of its own. of_study: a study makes it, goes on
     with it by itself and throws its model away.
     """
@@ -117,7 +117,8 @@ class Run:
             asks_for_time = note["step"] < self.total and any(now != before for now, before in limits)
             has_adapter = not config.save_adapter or (self.folder / "adapter").exists()
             there = files_of_model(self.folder)
-            is_whole = note.get("files", {}).items() <= there.items()  # earlier versions noted none
+            # earlier versions noted none; a study throws the model away
+            is_whole = self.of_study or note.get("files", {}).items() <= there.items()
             goes_on = bool(differ) or asks_for_time or not has_adapter or not is_whole
             if not (lengthens(config, differ) and self.total > note["step"]):
                 problem = refusal(config, then, differ)

@@ -103,7 +103,7 @@ def test_signals_that_are_switched_off_are_not_handed_on():
     try:
         assert signals_to_hand_on() == [
             name
-            for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+            for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGXCPU")
             if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
         ]
     finally:
@@ -268,7 +268,7 @@ def alive(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "status"),
-    [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT SIGINT", 130), ("SIGKILL", -9)],
+    [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGUSR2", 140), ("SIGINT SIGINT", 130), ("SIGKILL", -9)],
 )
 def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, status):
     """No orphan holds a card, whatever ended the parent; a second Ctrl-C does not cut off a save."""

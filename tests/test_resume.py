@@ -490,6 +490,19 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
     assert all(torch.equal(tensor, made_up[0][name]) for name, tensor in whole[0].items())
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP"])
+def test_each_signal_that_a_cluster_warns_with_is_remembered(name):
+    """SIGUSR2 and SIGXCPU, of SGE and of a limit of CPU time, killed the run without a checkpoint."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has switched it off
+    stop = Stop()
+    try:
+        signal.raise_signal(getattr(signal, name))
+        assert stop.asked() == getattr(signal, name)
+    finally:
+        stop.restore()
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
 def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_path, monkeypatch):
     """In a notebook Ctrl-C did nothing any more, the first time."""
@@ -539,7 +552,7 @@ def test_the_time_limit_stops_as_a_signal_does(start, tmp_path, capsys):
 
 def test_a_run_needs_no_signal_and_no_folder_handle_that_windows_lacks(start, tmp_path, monkeypatch):
     """Simulated: there was no Windows to try it on."""
-    for name in ("SIGHUP", "SIGUSR1", "SIGQUIT"):
+    for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT"):
         monkeypatch.delattr(signal, name)
     monkeypatch.setattr("running.stop.HANGUP", None)
     monkeypatch.setattr("running.checkpoint.SYNCS_FOLDERS", False)
