@@ -257,6 +257,7 @@ class Config:
         counts = "max_prompt_length max_completion_length num_samples api_at_once"
         check(self, counts, lambda v: v >= 1, "must be at least 1")
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "name", _is_within, "is no name of a folder in output_dir")
         check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
         day = "must be positive, and a day (86400) at the most"
@@ -288,3 +289,7 @@ class Config:
 
 def can_be_file(path):
     return path.absolute().parent.is_dir() and not path.is_dir()
+
+
+def _is_within(name):
+    return name is None or (bool(name.strip(" ./")) and ".." not in Path(name).parts)

@@ -491,12 +491,16 @@ def parse_early(config_class, doc, refuse=None):
     None for one of several processes, of which the first reads the settings for all. refuse: raises an error
     for settings that cannot be served here, such as a folder in use.
     """
+    for name in ("stdout", "stderr"):  # closed by who started it: `>&-`, a daemon
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     if told(started_processes) > 1:
         return None
     config = told(parse_config, config_class, None, doc)
     if refuse is not None:
         told(refuse, config)
-    print(config.first_line, file=sys.stderr if config.answers_on_stdout else sys.stdout, flush=True)
+    out = sys.stderr if config.answers_on_stdout else sys.stdout
+    told(lambda: print(config.first_line, file=out, flush=True))
     return config
 
 
