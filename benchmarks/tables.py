@@ -9,12 +9,14 @@ import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from common import RESULTS, ROOT
+
+sys.path.insert(0, str(ROOT))
+from reporting.study import CURVES
+
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GRADING_SHARES = ("refused", "paid_wrongly", "undecided_share")
 SPEEDRUNS = {
@@ -563,6 +565,7 @@ VERDICTS = {
     "trained by plain GRPO, and so do those whose paths hear noise, or strangers, at that size.",
     "undecided": "Undecided: the study could not tell.",
 }
+ALIKE = 0.95  # a cosine from which on what a path hears is nearly the plain mean of its peers
 SECOND_PARTS = {
     None: ".",
     "and choosing matters": "; choosing matters, since the plain mean of all peers does less.",
@@ -596,7 +599,21 @@ def study():
         effect = 100 * first["smallest_effect"]
         text += f" A true difference of {effect:.1f} points would have been found four times in five."
     header = ["a path hears", "seeds", "mean of 8 samples", "greedy", "difference from GRPO, points", "p"]
-    return f"{text}\n\n{table(header, _arm_rows(found))}"
+    return f"{text}\n\n{table(header, _arm_rows(found))}\n\n{_what_the_gate_does(found)}"
+
+
+def _what_the_gate_does(found):
+    """Whether M3PO's weights choose on the trained model, from the last tenth of its runs' steps."""
+    trained = next(arm["training"] for arm in found["arms"] if arm["name"] == found["treatment"])
+    entropy, same, cosine = (
+        trained[CURVES[name]]["mean"] for name in ("gate_entropy", "gate_same_token", "gate_mean_cosine")
+    )
+    reading = "choose" if cosine < ALIKE else "hardly choose: what a path hears is nearly the plain mean"
+    return (
+        f"On the trained model M3PO's weights {reading}. Their entropy is {entropy:.2f} of the largest there "
+        f"is, {same:.0%} of the weight lies on peers that said the same token, and the cosine of what is "
+        f"heard and the plain mean is {cosine:.2f}."
+    )
 
 
 def _arm_rows(found):

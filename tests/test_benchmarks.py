@@ -119,7 +119,9 @@ def test_the_first_screen_says_what_the_study_found(gains, sentence, benchmark_m
         assert found["verdict"]["words"] == "undecided"
     assert text.startswith(sentence)
     assert f"is {100 * row['difference']:+.1f} points" in text
-    lines = text.splitlines()[-5:]
+    *_, table, gate = text.split("\n\n")
+    assert gate.startswith("On the trained model M3PO's weights choose. Their entropy is 0.70 of"), gate
+    lines = table.splitlines()[-5:]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == list(tables.ARMS.values())
     assert f"| {100 * row['difference']:+.2f} (" in lines[1]
     mean = found["arms"][1]["outcomes"]["sampled mean@8"]["mean"]
