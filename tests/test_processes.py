@@ -343,7 +343,7 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
     flags = f"{SHORT} --warm_start none --model {warm} --num_processes 2 --num_steps 2 --output_dir".split()
     done = command("grpo_train.py", *flags, tmp_path / "two")
     assert done.returncode == 0, done.stderr
-    assert "on 2 cpu process(es)" in done.stdout
+    assert "on 2 cpu processes" in done.stdout
     (tmp_path / "fails.py").write_text(
         "import os\ndef reward(completions, **kwargs):\n    if os.environ['RANK'] == '1':\n"
         "        raise ValueError('boom')\n    return [0.0] * len(completions)\n"
