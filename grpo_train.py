@@ -40,8 +40,10 @@ from problems.prompts import Prompting, columns_of
 from problems.sources import GIVEN, given_problems
 from rewards import (
     RewardLog,
+    check_answers,
     check_rewards,
     compute_rewards,
+    lost_answers,
     reward_columns,
     right_answers,
 )
@@ -123,6 +125,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
         with together():  # where one process cannot load them, all end with its line
             tokenizer, (problems, held_out, skipped) = loaded.read(config, start, problems)
             check_rewards(config, reward_functions, problems[0].problem)
+            check_answers(config, reward_functions, [p.problem for p in problems])
             check_draws(config, len(problems))
             policy, sampler, reference = loaded.load(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
@@ -552,6 +555,9 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"process{'' if processes == 1 else 'es'}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
+    if lost := lost_answers(config, [p.problem for p in problems]):
+        what = f"{len(lost)} of {len(problems)} reference answers can never be right"
+        remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
     if config.m3po_control != "none":
         remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
     if config.m3po_scoring == "plain":

@@ -32,7 +32,7 @@ from answers.formats import (
 )
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
-from answers.user_files import named_in_file, shown_error
+from answers.user_files import in_their_process, named_in_file, shown_error
 from errors import RewardError, SettingError, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
@@ -390,6 +390,14 @@ def _called(function, columns):
     return values
 
 
+def _called_alone(function, columns):
+    """The same, where what a user's function does to its arguments or to the process reaches nobody else."""
+    if _is_own(function):
+        return _called(function, columns)
+    with in_their_process():
+        return _called(function, _copied(columns))
+
+
 def _parameters(function):
     """The parameters of a function, {name: parameter}, and whether it takes any other by keyword, too."""
     try:
@@ -433,6 +441,7 @@ class RewardLog:
 
     def extra(self, column, values):
         """TRL's log_extra: a column, a value for each completion; a name that is taken gets a number."""
+        _check_name("log_extra", column)
         values = list(values)
         if len(values) != len(self.rows):
             raise ValueError(
@@ -444,11 +453,17 @@ class RewardLog:
 
     def metric(self, name, value):
         """TRL's log_metric: a number, averaged over the calls of a step and over processes."""
+        _check_name("log_metric", name)
         self.metrics.setdefault(name, []).append(float(value))
 
     @property
     def arguments(self):
         return {"log_extra": self.extra, "log_metric": self.metric}
+
+
+def _check_name(what, name):
+    if not isinstance(name, str):
+        raise ValueError(f"{what}({name!r}): a name must be text")
 
 
 def _plain(value):
@@ -464,6 +479,11 @@ def _free_name(name, taken):
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
+def _is_own(function):
+    """Whether a function is one of this file, which changes nothing that it is given."""
+    return getattr(function, "__module__", None) == __name__
+
+
 def _values(function, columns, where, timeout):
     """What a function returns for the completions: a list with a float or None for each, or a RewardError."""
     completions = columns["completions"]
@@ -471,9 +491,10 @@ def _values(function, columns, where, timeout):
         return []
     with _time_limit(where, completions, timeout):
         try:
-            is_own = getattr(function, "__module__", None) == __name__  # these change nothing
-            values = _called(function, columns if is_own else _copied(columns))
-        except (Exception, SystemExit) as error:  # user code; its sys.exit(0) would look like a finished run
+            values = _called_alone(function, columns)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code; its sys.exit(0) would look like a finished run
             raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
         values = values.tolist()
@@ -506,6 +527,28 @@ def reward_columns(problems, texts, completion_ids, answer_format):
         solution=solutions,
         answer_format=answer_format,
     )
+
+
+def lost_answers(config, problems):
+    """The reference answers that no completion can give: not right even as the format itself writes them.
+
+    Such as `...`, or one of several lines behind `####`.
+    """
+    write = answer_format_named(config.answer_format).write
+    answers = [p.answer for p in problems if p.answer]
+    written = [write("So it is.", answer) for answer in answers]
+    right = right_answers(written, answers, config.answer_format, config.grading)
+    return [answer for answer, is_right in zip(answers, right, strict=True) if is_right is False]
+
+
+def check_answers(config, reward_functions, problems):
+    """Refuse built-in rewards where no completion of any problem could ever be right."""
+    lost = lost_answers(config, problems)
+    if len(lost) == len(problems) and all(_is_own(function) for function, _ in reward_functions):
+        wrong = f"none of the {len(lost)} reference answers can be right in it, such as {lost[0][:60]!r}"
+        raise SettingError(
+            "answer_format", config.answer_format, f"{wrong}: choose another, or mend the data"
+        )
 
 
 def check_rewards(config, reward_functions, problem):

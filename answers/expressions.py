@@ -252,8 +252,8 @@ class Reader:
         """A primary with its powers, marks and scale words; `left` is the factor before it."""
         token = self.next()
         tree = self.mixed() if token.kind == "number" else self.primary()
-        if left and left[0] == "number" and tree[0] == "number" and token.is_("{"):
-            raise NotUnderstood  # 2{3}
+        if left and left[0] == "number" and token.is_("{") and _is_numeral(tree):
+            raise NotUnderstood  # 2{3}, 2{1 \over 2}
         while (marked := self.marked(tree)) is not None:
             tree = marked
         return tree
@@ -468,12 +468,13 @@ class Reader:
         return tree
 
     def chosen(self):
-        r"""{n \choose k}"""
-        parts, found = split(self.tokens, "choose")
-        if len(parts) != 2:
+        r"""{n \choose k}, {3 \over 4}"""
+        parts, found = split(self.tokens, "choose", "over")
+        if len(parts) != 2 or self.tokens[len(parts[0])].key == ("word", "over"):  # "3 over par"
             return None
         self.at = len(self.tokens)
-        return ("call", "binom", tuple(map(tree_of, parts)))
+        top, bottom = map(tree_of, parts)
+        return ("divide", top, bottom) if found == ["over"] else ("call", "binom", (top, bottom))
 
     def command(self, token):
         name = token.value
@@ -546,6 +547,10 @@ class Reader:
     def bracketed_argument(self):
         tree = self.group()
         return ("degrees", tree) if self.take("deg") else tree
+
+
+def _is_numeral(tree):
+    return tree[0] == "number" or (tree[0] == "divide" and all(part[0] == "number" for part in tree[1:]))
 
 
 def _product(factors):

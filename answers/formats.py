@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from answers.user_files import named_in_file, shown_error
+from errors import RewardError, one_line
 
 
 def completion_text(completion):
@@ -74,8 +75,20 @@ class AnswerFormat:
     def extract(self, text):
         """The answer in a completion, trimmed, or None. A literal `...` is the prompt's placeholder."""
         text = completion_text(text)
-        answer = None if text is None else self.find(text)
+        answer = None if text is None else self._found(text)
         return None if answer == "..." else answer
+
+    def _found(self, text):
+        if self.find.__module__ == __name__:
+            return self.find(text)
+        where, in_text = f"the find of answer_format {self.name!r}", f"for {text[:200]!r}"
+        try:
+            answer = self.find(text)
+        except Exception as error:  # the user's code, which may raise anything
+            raise RewardError(f"{where} raised {shown_error(error)} {in_text}") from error
+        if not isinstance(answer, str | None):
+            raise RewardError(f"{where} gave {one_line(repr(answer), 80)}, neither text nor None, {in_text}")
+        return answer
 
     def opening(self, prompt):
         """The end of a prompt that belongs to the answer already: a tag of the format that it opens."""
@@ -170,8 +183,8 @@ def _problem_of(found):
     """Why an AnswerFormat cannot be used: it must find what it has written; None where it can."""
     try:
         written = {answer: found.write("So it is.", answer) for answer in ("42", "x = 7, y = 8")}
-        read = {answer: found.extract(text) for answer, text in written.items()}
-        of_nothing = [found.extract(text) for text in ("", "It is 42.")]
+        read = {answer: found.find(text) for answer, text in written.items()}
+        of_nothing = [found.find(text) for text in ("", "It is 42.")]
     except Exception as error:  # the user's code, which may raise anything
         return f"raises {shown_error(error)}"
     for answer, text in written.items():

@@ -30,15 +30,18 @@ IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])(-)\$?)?((?<![0-9./]){INTEGER}/{INTEGER
 LETTER = r"[^\W\d_]"
 LONE_LETTER = rf"{LETTER}(?!{LETTER})"
 LATEX_SPACING = re.compile(
-    r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\[,;: ()\[\]]"
+    r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\(?:[,;: ()\[\]]|$)"
 )
+GAP = re.compile("[ {}]+")  # 7\\text{ times }x is "7 times x"
 EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 
 # Words that make another value of the number beside them. Scales ("3 (in millions)") and open ends
 # ("3 eggs or more") do so wherever they stand, the others right before or after the number and its noun.
 SCALE = re.compile(
-    r"\b(?:(?:hundred|thousand|[a-z]{1,5}illion|dozen|lakh|crore)(?:s|ths?)?"
-    r"|or (?:more|less|fewer|greater))\b|[百千万萬亿億兆半]",
+    r"\b(?:(?:hundred|thousand|[a-z]{1,5}illi(?:on|ard)|dozen|lakh|crore)(?:s|ths?|en|es|e)?"
+    r"|tausend|dutzend|(?:mille|millier|douzaine|docena)s?|[mb]ill[oó]n(?:es)?|milh(?:ão|ões)|milion[ei]"
+    r"|or (?:more|less|fewer|greater|higher|lower|above|below|over|under))\b"
+    r"|[百千万萬亿億兆半]|тысяч|миллион|миллиард",
     re.IGNORECASE,
 )
 
@@ -61,17 +64,21 @@ CHANGED_BEFORE = re.compile(
 )
 COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]+)?"
 CHANGED_AFTER = re.compile(
-    rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|{COUNTED}(?:and )?(?:"
+    rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|(?:is|was) (?:wrong|incorrect|false)\b"
+    rf"|{COUNTED}(?:and )?(?:"
     rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
     rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)"
     rf"|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
-    r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bn|mrd|score|tens"
-    r"|(?:in )?base|and up|to the (?:power|nth)|if [b-z])\b)",
+    r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bil|bn|mrd|thou|tril"
+    r"|trn|score|tens|(?:in )?base|and (?:up|above|over|under|below|beyond)|at (?:least|most)"
+    r"|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )
-UNIT_WITH_POWER = re.compile(r"[\^²³]|\\(?:frac|degree|textdegree|text|mathrm)(?![a-zA-Z])")
-OPERATOR_AFTER = re.compile(rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^\.\.|^ ?…|^[xX]{LETTER}")
+UNIT_WITH_POWER = re.compile(r"[\^²³·⋅]|\\(?:frac|cdot|degree|textdegree|text|mathrm)(?![a-zA-Z])")
+OPERATOR_AFTER = re.compile(
+    rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^[ ,]*(?:\.\.|…)|^[xX]{LETTER}|^ ?[백천만억]"
+)
 NOT_PUNCTUATION = set("_!*\\^·‰‱")
 
 
@@ -121,7 +128,7 @@ def _sign(before):
         is_variable = is_letter and not head[-2:-1].isalpha()
         if head.endswith(("+", "-")) or (is_operand and (gap.startswith(" ") or is_glued or is_variable)):
             return None
-    elif not gap and (_is_cased(head[-1:]) or head.endswith((".", ","))):
+    elif not gap and (_is_cased(head[-1:]) or head.endswith((".", ",", "…"))):
         return None
     unbracketed = head.rstrip("([{ $")
     if unbracketed != head and unbracketed.endswith(("+", "-")):
@@ -147,10 +154,12 @@ def _is_unit(after, is_money):
         is_article = word[1] and word[2] in "aAI"
         if not is_article and (is_money or word[2] not in UNIT_LETTERS):
             return False
+    if word and is_money and word[2].lower() == "mm":  # $7mm: millions
+        return False
     if word and len(word[2]) > 1 and _is_factor(word[2]):
         return False
     is_overlined = unicodedata.category(after[0])[0] == "M" if after else False  # a repeating decimal
-    return not (is_overlined or OPERATOR_AFTER.search(after) or CHANGED_AFTER.match(after))
+    return not (is_overlined or OPERATOR_AFTER.search(after) or CHANGED_AFTER.match(GAP.sub(" ", after)))
 
 
 def _without_unit(text):
@@ -186,7 +195,7 @@ def parse_number(text):
     sign, head = _sign(before) or (None, "")
     if sign is None or "/" in head or not all(map(_is_ignored, set(head + after))):
         return None
-    if SCALE.search(before) or SCALE.search(after) or CHANGED_BEFORE.search(before[-40:]):
+    if SCALE.search(before) or SCALE.search(after) or CHANGED_BEFORE.search(GAP.sub(" ", before)[-40:]):
         return None
     if not _is_unit(after, "$" in before):
         return None

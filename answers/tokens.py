@@ -31,7 +31,7 @@ SAME_COMMAND = {
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
     "bigcap": "cap", "lor": "or", "vee": "or", "backslash": "setminus",
-    "bmod": "mod",
+    "bmod": "mod", "cr": r"\\",
 }  # fmt: skip
 SIZES = re.compile(r"(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut)$")
 SPACES = {"quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace"}
@@ -128,7 +128,7 @@ def without_wrapping(text):
         if box and _balanced(box[1]):
             text = box[1].strip()
         text = INNER_MATH.sub(r" \1 ", text)
-        text = re.sub(r"(?<![.\\])\.(\$?)$", r"\1", text).strip()
+        text = re.sub(r"(?<![.\\])\.(\$?)$|(?<!\\)\\$", r"\1", text).strip()  # and what is left of `\ `
         if text == before:
             return text
 

@@ -1,6 +1,7 @@
 """Python files of the user's, named as FILE.py:name: rewards, answer formats."""
 
 import ast
+import contextlib
 import importlib.util
 import os
 import re
@@ -23,12 +24,58 @@ def named_in_file(path, name):
     """
     if not os.path.isfile(path):
         raise ValueError(f"{f'{path}:{name}'!r}: there is no file {path}")
-    version = os.stat(path)
+    version, path_there = os.stat(path), os.path.abspath(path)
     try:
-        module = _module_of(os.path.abspath(path), version.st_mtime_ns, version.st_size)
+        with in_their_process():
+            module = _module_of(path_there, version.st_mtime_ns, version.st_size)
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
         raise ValueError(f"{path} does not import: {shown_error(error)}") from error
     return getattr(module, name, None)
+
+
+@contextlib.contextmanager
+def in_their_process():
+    """Around the user's code: what it changes of the process it finds again, and the run does not.
+
+    That is the working directory, in which a run may have its folder, and torch's default dtype and device,
+    and its threads.
+    """
+    ours = _process()
+    _change_process(ours, _theirs)
+    try:
+        yield
+    finally:
+        left = _process()
+        ours = {key: ours.get(key, AT_FIRST.get(key, value)) for key, value in left.items()}
+        _theirs.clear()
+        _theirs.update({key: value for key, value in left.items() if value != ours[key]})
+        _change_process(left, ours)
+
+
+_theirs = {}  # what the user's code has changed of the process
+AT_FIRST = {"dtype": "float32", "device": "cpu"}  # of a torch that the user's code loads
+
+
+def _process():
+    torch, made = sys.modules.get("torch"), {"folder": os.getcwd()}
+    if torch is not None:
+        made["dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
+        made["device"] = str(torch.get_default_device())
+        made["threads"] = torch.get_num_threads()
+    return made
+
+
+def _change_process(now, wanted):
+    torch = sys.modules.get("torch")
+    change = {
+        "folder": os.chdir,
+        "dtype": lambda name: torch.set_default_dtype(getattr(torch, name)),
+        "device": lambda name: torch.set_default_device(None if name == "cpu" else name),
+        "threads": lambda count: torch.set_num_threads(count),
+    }
+    for key, value in wanted.items():
+        if now.get(key) != value:
+            change[key](value)
 
 
 def code_of(config):
@@ -41,7 +88,11 @@ def code_of(config):
 
 def shown_error(error):
     """An error of the user's code in one line, with the place; leaving by sys.exit has none to mend."""
-    text = one_line(f"{type(error).__name__}: {error}", 300)
+    try:
+        said = str(error)
+    except Exception:  # an error whose own text raises
+        said = ""
+    text = one_line(f"{type(error).__name__}: {said}", 300)
     return text if isinstance(error, SystemExit) else f"{text} ({_place(error)})"
 
 

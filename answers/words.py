@@ -137,7 +137,7 @@ OPERATIONS = (
 CHANGING = set(
     f"{FIGURES} {ORDINALS} {NEGATIONS} {OPERATIONS} dozen score and or than least most below under above "
     "between tens base january february march april may june july august september october november december "
-    "mil mio mln mn bln bn mrd".split()
+    "mil mio mln mn bln bil bn mrd thou tril trn".split()
 ) | set(SCALES)
 CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
 

@@ -141,7 +141,7 @@ def _as_list(value):
 def eos_token_ids(tokenizer, model):
     """The EOS ids of tokenizer, config and generation config: any of them ends a completion (TRL PR#7039)."""
     sources = (tokenizer, model.config.get_text_config(), model.generation_config)
-    ids = {i for source in sources for i in _as_list(getattr(source, "eos_token_id", None))}
+    ids = [i for source in sources for i in _as_list(getattr(source, "eos_token_id", None))]
     if not ids:
         raise SettingError(
             "model",
@@ -153,7 +153,7 @@ def eos_token_ids(tokenizer, model):
         files = "config.json or generation_config.json"
         remedy = f"eos_token_id holds {wrong[0]!r} in {files}, which is no whole number"
         raise SettingError("model", model.config.name_or_path, remedy)
-    return sorted(i for i in ids if i >= 0)  # some configs write -1 for none
+    return sorted({i for i in ids if i >= 0})  # some configs write -1 for none
 
 
 def end_answers_on(eos_id, tokenizer, *models):

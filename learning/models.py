@@ -1,10 +1,13 @@
 """Models and tokenizers: loaded, given adapters, merged and copied."""
 
 import hashlib
+import json
+import warnings
 from pathlib import Path
 
 import torch
 import torch.nn as nn
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -37,6 +40,10 @@ READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 ADAPTER_NOISE = 0.05  # of adapters that are tried out: large enough to show
 IS_ADAPTER = "holds a LoRA adapter, which counts on top of another model: give the merged model"
 IS_ADAPTER += " (for output_dir/adapter that is output_dir itself), or merge the two with peft first"
+
+
+# What a config.json with a wrong value raises
+MALFORMED = (TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
 
 
 def load_tokenizer(name, trust_remote_code=False):
@@ -75,9 +82,12 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
     if missing := sorted(loading_info["missing_keys"]):
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
         raise SettingError("model", name, f"{what}: it is half a model, or its config.json is another's")
+    if (left_out := sorted(loading_info["unexpected_keys"])) and not is_checked:
+        what = f"{len(left_out)} weights in its files have no place by its config.json and are left out"
+        warnings.warn(f"model={name}: {what}, {left_out[0]} among them", stacklevel=2)
+    _check_generation_config(name)
     _settle(model)
-    is_name = isinstance(source_dtype, str)
-    model.source_dtype = getattr(torch, source_dtype) if is_name else source_dtype
+    model.source_dtype = _as_dtype(name, source_dtype)
     model = model if in_4bit else model.to(device)
     with one_line_of(name, f"a {config.model_type} model cannot be run on ids"):
         model.source_dropout = dropout | silence_noise(model)
@@ -86,6 +96,25 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
     if not is_checked:
         check_model(model, name)
     return model
+
+
+def _as_dtype(model, name):
+    """The dtype that a model's config.json names, in which it is saved again."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SettingError("model", model, f"its config.json names the dtype {name!r}, which no weights have")
+    return dtype
+
+
+def _check_generation_config(name):
+    """Refuse one that is damaged: transformers goes on without it, and its tokens would end no answer."""
+    path = Path(name) / "generation_config.json"
+    try:
+        is_read = not path.exists() or isinstance(json.loads(path.read_text()), dict)
+    except (OSError, ValueError):
+        is_read = False
+    if not is_read:
+        raise SettingError("model", name, "its generation_config.json is damaged: mend it, or delete it")
 
 
 def _settle(model):
@@ -209,14 +238,14 @@ def _tiny_model(tokenizer, dtype):
 
 
 def _from_pretrained(kind, name, **how):
-    """from_pretrained, whose many errors become one line. TypeError, KeyError: malformed config.json."""
+    """from_pretrained, whose many errors become one line."""
     if (Path(name) / "adapter_config.json").exists():
         raise SettingError("model", name, IS_ADAPTER)
     try:
         return kind.from_pretrained(name, **how)
     except ImportError as error:  # of quantised weights, of code that comes with a model
         raise SettingError("model", name, f"needs a package that is missing: {one_line(error)}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, *MALFORMED) as error:
         what = f"cannot be loaded as a {kind.__name__.removeprefix('Auto')}"
         remedy = "give a directory or a hub id that can be reached"
         if not Path(name).exists():

@@ -341,6 +341,8 @@ def _text(where, row, column, trim=True):
     value = row.get(column)
     if value is None or (isinstance(value, float | Decimal) and math.isnan(value)):
         return ""
+    if isinstance(value, float | Decimal) and math.isinf(value):
+        raise DataError(f"{where}: column {column!r} holds {value}, which is no finite number")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text or a number")
     text = str(value).strip() if trim else str(value)

@@ -45,6 +45,12 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML that refuses a repeated key and reads 5e-6 as a number (YAML 1.1 wants a point in it)."""
 
 
+def step_of(checkpoint):
+    """The step in the name of a checkpoint's folder; None where it has another name."""
+    number = re.fullmatch("checkpoint-([0-9]+)", Path(checkpoint).name)
+    return int(number[1]) if number else None
+
+
 def _mapping(loader, node):
     keys = [loader.construct_object(key) for key, _ in node.value]
     repeated = sorted({str(key) for key in keys if keys.count(key) > 1})

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 import zlib
 
 import numpy as np
@@ -52,7 +53,7 @@ def _steps_there(folder, evaluation):
     paths = [*folder.glob(f"{evaluation}-*.json.gz"), *folder.glob(f"{evaluation}-*.json.xz")]
     names = {path: path.name.partition(".json")[0] for path in paths}
     steps = {path: name.removeprefix(f"{evaluation}-") for path, name in names.items()}
-    return {int(step): path for path, step in steps.items() if step.isdigit()}
+    return {int(step): path for path, step in steps.items() if re.fullmatch("[0-9]+", step)}
 
 
 def _path_of(step, there, record):

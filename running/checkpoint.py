@@ -20,7 +20,7 @@ from errors import NoRoomError, RunError, SettingError, one_line
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, raise_on_all, together, whole
-from reporting.files import FINISHED, LOGS, sha256_of
+from reporting.files import FINISHED, LOGS, sha256_of, step_of
 from running.contract import differences, finished_steps, lengthens, noted, refusal, shown
 from running.folder import save_model
 from running.launching import folder_of_first
@@ -95,7 +95,7 @@ class Checkpoints:
         _sync(self.folder)
         shutil.rmtree(self.folder / OLD, ignore_errors=True)
         existing = checkpoints(self.folder)
-        kept = [path for path in existing if _step_of(path) <= step][: self.config.keep_checkpoints or None]
+        kept = [path for path in existing if step_of(path) <= step][: self.config.keep_checkpoints or None]
         for path in set(existing) - set(kept):  # older ones, and ones newer than the one resumed from
             shutil.rmtree(path, ignore_errors=True)
 
@@ -121,7 +121,7 @@ class Checkpoints:
         if path is not None:
             with folder_of_first(path, self.folder) as copy:
                 state = self.restore(Path(copy))
-            self.run.say(f"going on from {path}, after step {_step_of(path)}")
+            self.run.say(f"going on from {path}, after step {step_of(path)}")
             return state
         with together():
             if (finished.exists() or checkpoints(self.folder)) and not self.config.overwrite_output_dir:
@@ -211,7 +211,7 @@ class Checkpoints:
             if "held_out" not in state:
                 what = "held-out problems, rewards and the model's files are not compared"
                 self.run.say(f"{path} is of an earlier version: {what}")
-            is_last = finished_steps(self.folder / FINISHED) == _step_of(path)
+            is_last = finished_steps(self.folder / FINISHED) == step_of(path)
             if not (is_last and lengthens(self.config, differ)):
                 problem = refusal(self.config, state, differ)
             elif not self.config.resume_anyway:
@@ -307,12 +307,8 @@ def _nested(flat):
 def checkpoints(output_dir):
     """The checkpoint folders of a run, newest first."""
     folders = Path(output_dir).glob("checkpoint-*")
-    numbered = [path for path in folders if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(numbered, key=_step_of, reverse=True)
-
-
-def _step_of(path):
-    return int(path.name.removeprefix("checkpoint-"))
+    numbered = [path for path in folders if step_of(path) is not None]
+    return sorted(numbered, key=step_of, reverse=True)
 
 
 def seal(folder):

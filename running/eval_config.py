@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -236,6 +237,9 @@ class Config:
             raise SettingError(
                 "dataset", self.dataset, f"is the one file this model was trained on: {remedy}"
             )
+        if is_evaluation and not is_other_data and self.split == trained.get("split") != "train":
+            what = "the model was trained on this split, and its accuracy is not that on new problems"
+            warnings.warn(f"split={self.split}: {what}", stacklevel=2)
         self._check_ranges()
         self._check_together()
         check_prompting(self)
@@ -252,6 +256,7 @@ class Config:
         counts = "max_prompt_length max_completion_length num_samples api_at_once"
         check(self, counts, lambda v: v >= 1, "must be at least 1")
         check(self, "limit batch_size num_processes", lambda v: v is None or v >= 1, "must be at least 1")
+        check(self, "name", _is_within, "is no name of a folder in output_dir")
         check(self, "temperature top_k", lambda v: 0 <= v < math.inf, "must be finite and not negative")
         check(self, "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1")
         check(self, "ask", lambda v: v is None or v.strip(), "is empty: give a question")
@@ -284,3 +289,7 @@ class Config:
 
 def can_be_file(path):
     return path.absolute().parent.is_dir() and not path.is_dir()
+
+
+def _is_within(name):
+    return name is None or (bool(name.strip(" ./")) and ".." not in Path(name).parts)

@@ -18,7 +18,7 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, step_of, write_whole
 from running.contract import noted
 from running.locks import forget, hold
 from running.settings import names_with, refuse_folder, resolved
@@ -111,7 +111,7 @@ def _left_behind(config):
     names += (".checkpoint.*", *(() if config.resume else (PASS_RATES,)))  # whose run it is, is seen in it
     found = others + [path for name in names for path in folder.glob(name)]
     numbered = folder.glob("checkpoint-*")
-    found += [path for path in numbered if path.name.removeprefix("checkpoint-").isdigit()]
+    found += [path for path in numbered if step_of(path) is not None]
     return found
 
 
@@ -168,7 +168,7 @@ def finish(run):
     _save_policy(run, folder)
     note = {"step": run.progress.step}
     if run.accelerator.is_main_process:
-        note |= noted(config, run.inputs)
+        note |= {"files": files_of_model(folder), **noted(config, run.inputs)}
         if config.save_adapter:
             save_adapter(run.learner.policy, folder / "adapter")
         write_whole(folder / "README.md", _card(config, folder))
@@ -213,6 +213,12 @@ def _card(config, folder):
     is_raw = prompting.prompt_format == "raw"
     asks_with = prompting.raw_template if is_raw else prompting.system_prompt
     return model_card(resolved(config), folder, asks_with, address, recipe)
+
+
+def files_of_model(folder):
+    """{name: bytes} of the files of the model that is saved in a folder; 0 for those that may be edited."""
+    paths = [path for name in MODEL_FILES for path in folder.glob(name)]
+    return {path.name: path.stat().st_size if path.suffix == ".safetensors" else 0 for path in paths}
 
 
 def save_adapter(model, folder):

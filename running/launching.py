@@ -37,7 +37,7 @@ from reporting.files import FINISHED, LOGS, sha256_of
 from running.folder import DRAWN, FOLDERS
 from running.parsing import parse_config
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torch hands on all but SIGUSR1 by default
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 SECONDS_TO_END = 3600  # a process that was told to end may be saving; torch's default is 30
 PARENT = "GRPO_PARENT"  # names the process that started this one
 BYTES_AT_ONCE = 2**26  # of a file that is sent to other machines

@@ -470,18 +470,60 @@ UNWRITABLE = {
 }
 
 
+# What `accelerate launch` may ask for that is not done as it would do it, and what is
+LAUNCHER_S = {
+    "ACCELERATE_USE_FSDP": "--fsdp true shards here",
+    "ACCELERATE_USE_DEEPSPEED": "--fsdp true shards here",
+    "ACCELERATE_USE_MEGATRON_LM": "--fsdp true shards here",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "--fsdp true shards here",
+    "ACCELERATE_DYNAMO_BACKEND": "--torch_compile says here what is compiled",
+}
+STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # all set by a launcher
+
+
+def started_processes():
+    """How many processes a launcher has started, this one included.
+
+    Refuses what a launcher asks for and cannot have, and a part of its variables left over in a shell.
+    """
+    for name, instead in LAUNCHER_S.items():
+        if (value := os.environ.get(name, "no")).lower() not in ("", "no", "false", "0"):
+            raise SettingError(
+                name, value, f"is not used: {instead}; launch without it (see accelerate config)"
+            )
+    remedy = "unset it, or start with torchrun or accelerate launch"
+    counts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": -1}  # -1: there is no launcher
+    for name in counts:
+        try:
+            counts[name] = int(os.environ.get(name, counts[name]))
+        except ValueError:
+            raise SettingError(name, os.environ[name], f"is no whole number: {remedy}") from None
+    given = {name: os.environ[name] for name in STARTED if name in os.environ}
+    missing = [name for name in STARTED if name not in given]
+    is_started = counts["WORLD_SIZE"] != 1 or counts["LOCAL_RANK"] != -1 or counts["RANK"] != 0
+    if is_started and missing:
+        raise SettingError(*next(iter(given.items())), f"stands there without {missing[0]}: {remedy}")
+    if not 0 <= counts["RANK"] < counts["WORLD_SIZE"]:
+        raise SettingError("RANK", given["RANK"], f"is none of WORLD_SIZE={counts['WORLD_SIZE']}: {remedy}")
+    return counts["WORLD_SIZE"]
+
+
 def parse_early(config_class, doc, refuse=None):
     """The settings of a script's command, and its first line; called before the script imports torch.
 
     None for one of several processes, of which the first reads the settings for all. refuse: raises an error
     for settings that cannot be served here, such as a folder in use.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    for name in ("stdout", "stderr"):  # closed by who started it: `>&-`, a daemon
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+    if told(started_processes) > 1:
         return None
     config = told(parse_config, config_class, None, doc)
     if refuse is not None:
         told(refuse, config)
-    print(config.first_line, file=sys.stderr if config.answers_on_stdout else sys.stdout, flush=True)
+    out = sys.stderr if config.answers_on_stdout else sys.stdout
+    told(lambda: print(config.first_line, file=out, flush=True))
     return config
 
 

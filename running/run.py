@@ -16,7 +16,7 @@ from learning.parallel import first_over_processes, max_over_processes, raise_on
 from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
-from running.folder import finish, lock_folder, refuse_used, save_best, start_logs, upload
+from running.folder import files_of_model, finish, lock_folder, refuse_used, save_best, start_logs, upload
 from running.launching import folder_of_first, seconds_since_start, start_processes
 from running.locks import forget
 from running.log import MetricsLog, open_page
@@ -29,8 +29,8 @@ TIME_LIMITS = ("max_minutes", "max_wall_minutes")
 class Run:
     """What surrounds the steps: `with Run(...) as run`, `run.open(...)`, `for step in run.steps()`.
 
-    On SIGTERM, SIGINT, SIGUSR1 or at its time limit a run saves the finished steps and exits with 128 + the
-    signal. shown: {metric: format} of a step's line. outer: the run that this one is the warm start of.
+    On a signal of running/stop.py or at its time limit a run saves the finished steps and exits with 128 +
+    the signal. shown: {metric: format} of a step's line. outer: the run that this one is the warm start of.
     few_lines: a step is a move of the bar, and has no line of its own. of_study: a study makes it, goes on
     with it by itself and throws its model away.
     """
@@ -116,16 +116,23 @@ class Run:
             limits = [(getattr(config, name), then["settings"].get(name)) for name in TIME_LIMITS]
             asks_for_time = note["step"] < self.total and any(now != before for now, before in limits)
             has_adapter = not config.save_adapter or (self.folder / "adapter").exists()
-            goes_on = bool(differ) or asks_for_time or not has_adapter
+            there = files_of_model(self.folder)
+            # earlier versions noted none; a study throws the model away
+            is_whole = self.of_study or note.get("files", {}).items() <= there.items()
+            goes_on = bool(differ) or asks_for_time or not has_adapter or not is_whole
             if not (lengthens(config, differ) and self.total > note["step"]):
                 problem = refusal(config, then, differ)
+            if not is_whole and not problem:
+                self.say(f"the model in {self.folder} is not whole any more")
             if goes_on and not problem and differ and self.total <= note["step"]:
                 self.say(f"although this is not what the run was: {shown(differ)}")
                 goes_on = False
             if goes_on and not problem and not self._has_checkpoint_since(note["step"]):
+                its_model = "" if is_whole else ", its model is not whole any more,"
                 problem = (
-                    f"finished {note['step']} steps and left no checkpoint of the last one to go on from "
-                    "(--save_every N keeps it, beforehand): begin anew with --overwrite_output_dir true"
+                    f"finished {note['step']} steps{its_model} and left no checkpoint of the last one to "
+                    "go on from (--save_every N keeps it, beforehand): "
+                    "begin anew with --overwrite_output_dir true"
                 )
         raise_on_all(SettingError("resume", str(self.folder), problem) if problem else None)
         return not max_over_processes(bool(goes_on))

@@ -489,6 +489,8 @@ def _why_not(config, folder):
     is_too_long = any(len(os.fsencode(part)) > 255 for part in folder.parts)
     if not config.output_dir.strip() or "\0" in config.output_dir or is_too_long:
         return "is no name of a folder"
+    if (folder / "grpo_train.py").is_file():
+        return "is this project's own folder, whose README.md would be written over: choose another"
     holds_a_run = has_begun(folder)
     others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
     if others and not holds_a_run and not config.overwrite_output_dir:

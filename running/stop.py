@@ -6,7 +6,8 @@ import time
 
 from learning.parallel import max_over_processes
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")  # Windows lacks the last two
+# Clusters warn of a kill by one of the last four; Windows lacks them
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
 HANGUP = getattr(signal, "SIGHUP", None)
 
 

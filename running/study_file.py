@@ -15,7 +15,14 @@ from errors import SettingError
 from reporting.files import read_yaml
 from rewards import GRADINGS
 from running import grpo_config, sft_config
-from running.parsing import checked_settings, combined, parse_config, refuse_idle, settings_from_file
+from running.parsing import (
+    checked_settings,
+    combined,
+    parse_config,
+    refuse_idle,
+    settings_from_file,
+    started_processes,
+)
 from running.settings import check, check_one_of, free_on_resume, setting
 from running.study import Study, code_files, code_hash
 
@@ -158,7 +165,7 @@ def parse(argv, doc=None):
 def study_of_command(doc):
     """The Study and the Options of the command line; loads no torch."""
     path, options = parse(sys.argv[1:], doc)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if started_processes() > 1:
         raise SettingError("command line", "torchrun", "a study starts its processes itself: say python")
     study = read_study(path, grpo_config.Config, sft_config.Config, sft_config.warm_start_settings, options)
     if WORKER not in os.environ:

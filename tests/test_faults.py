@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import grpo_train
+from answers import user_files
 from decoding.decoder import GroupDecoder
 from errors import DataError, RunError, SettingError, end_on_interrupt
 from running import parsing
@@ -226,3 +227,32 @@ def test_ctrl_c_is_an_interrupt_again_when_a_script_has_begun(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
+
+
+CHANGES = """import os, torch
+torch.set_default_dtype(torch.float64)
+os.chdir({folder!r})
+
+def f(completions, **kwargs):
+    assert os.getcwd() == {folder!r} and torch.get_default_dtype() == torch.float64
+    torch.set_default_device("meta")
+    torch.set_num_threads(3)
+    return list(range(len(completions)))
+"""
+
+
+def test_what_a_reward_changes_of_the_process_it_finds_again_and_the_run_does_not(
+    fault_start, tmp_path, monkeypatch
+):
+    """One that changed the directory ended the run, or moved its logs; another dtype broke the sampling."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "changes.py").write_text(CHANGES.format(folder=str(tmp_path / "there")))
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(user_files, "_theirs", {})
+    threads = torch.get_num_threads()
+    grpo_train.train(settings_of(fault_start, "out", reward=[f"{tmp_path}/changes.py:f"], num_steps=2))
+    assert len((tmp_path / "here" / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert list((tmp_path / "there").iterdir()) == []
+    assert torch.get_default_dtype() == torch.float32
+    assert (str(torch.get_default_device()), torch.get_num_threads()) == ("cpu", threads)

@@ -444,6 +444,25 @@ WRONG_MODELS = {
         lambda p: edit(p / "generation_config.json", eos_token_id="x"),
         "eos_token_id holds 'x'",
     ),
+    "a list of EOS ids in a list": (
+        lambda p: edit(p / "generation_config.json", eos_token_id=[[1]]),
+        r"eos_token_id holds \[1\]",
+    ),
+    "half a generation config": (
+        lambda p: (p / "generation_config.json").write_text('{"eos_'),
+        "its generation_config.json is damaged: mend it, or delete it",
+    ),
+    "a dtype of integers": (
+        lambda p: edit(p / "config.json", dtype="int8"),
+        "names the dtype torch.int8, which no weights have",
+    ),
+    "a dtype that is none": (lambda p: edit(p / "config.json", dtype=7), "names the dtype 7"),
+    "an unknown dtype": (lambda p: edit(p / "config.json", dtype="foo"), "has no attribute 'foo'"),
+    "heads that do not divide the width": (
+        lambda p: edit(p / "config.json", num_attention_heads=3),
+        "cannot be loaded as a",
+    ),
+    "letters for a number": (lambda p: edit(p / "config.json", vocab_size="x"), "cannot be loaded as a"),
 }
 
 
@@ -459,6 +478,14 @@ def test_a_model_folder_that_does_not_fit_together_is_one_line(kind, tokenizer, 
         )
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_weights_that_the_config_has_no_place_for_are_told(tokenizer, tmp_path):
+    """A config.json with a layer less trained half of the model, without a word."""
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path, torch.float32)
+    edit(tmp_path / "config.json", num_hidden_layers=1)
+    with pytest.warns(UserWarning, match=r"9 weights in its files have no place .* model.layers.1.input_lay"):
+        load_model(str(tmp_path), tokenizer, torch.float32, "cpu")
 
 
 def test_a_saved_model_comes_back_in_its_own_dtype_and_no_half_written_file_is_left(tokenizer, tmp_path):

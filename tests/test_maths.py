@@ -163,6 +163,8 @@ ALSO_SAME = [
     (r"12\pi cm", r"12\pi"), ("4e+1", "1+4e"),
     ("$x=3$ or $x=5$", "3,5"), ("$(1,2)$ and $(3,4)$", "(1,2),(3,4)"), ("$(1,2)$, $(3,4)$", "(3,4),(1,2)"),
     (r"\vec{v}=\langle\frac12,2\rangle", r"\langle 0.5, 2\rangle"),
+    (r"{3 \over 4}", "0.75"), (r"-{\sqrt3\over 3}", r"-\frac{1}{\sqrt3}"), (r"\pi\over 4", r"\frac\pi4"),
+    (r"\begin{pmatrix}1\cr2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("42\\", "42"),
     ("5 pct", "5"), (r"\text{Infinity}", r"\infty"), ("(x^3)^{1/3}", "x"), ("(x+1)^{1000}", "(1+x)^{1000}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
@@ -201,6 +203,8 @@ ALSO_OTHER = [
     ("5 more than twice x", "5"), (r"\pi r^2 h", r"\pi r^2"), ("r^2 h", "r^2"), ("x^2 m", "x^2"),
     (r"\frac12 hr", r"\frac12"), (r"5\cup", "5"), ("5 and", "5"), ("or 5", "5"), ("1,,2", "1,2"),
     ("x>1 and x<5", "x>1 or x<5"), ("x=1 or y=2", "x=1, y=2"), ("a=1,b=2", "1,2"),
+    ("5, ...", "5"), ("5,…", "5"), ("5 bil", "5"), ("5 is wrong", "5"), ("5 or higher", "5"),
+    (r"5 \text{ if } x", "5"), (r"1{1 \over 2}", "1/2"), (r"2{\frac12}", "1"), ("3 over 4", "3"),
     ("the reciprocal of 5", "5"), ("the sine of 30", "30"), ("June 20", "20"), ("20 May", "20"),
     (r"12 \frac{\text{m}}{\text{s}}", r"12 \frac{\text{s}}{\text{m}}"), ("4e+1", "40"),
     ("2/3 of x", "2/3"), ("July 4", "4"), (r"\text{July 4}", r"\text{June 4}"), ("5'x", "5"), ("5:x", "5"),

@@ -203,6 +203,11 @@ BAD = {
         r"line 2: has no answer \(its answer is empty\); name it with --answer_column or mend the row",
     ),
     "NaN answer": ("a.jsonl", GOOD + b'{"question": "Q", "answer": NaN}\n', r"line 2: has no answer"),
+    "an answer past the largest float": (
+        "a.jsonl",
+        GOOD + b'{"question": "Q", "answer": 1e400}\n',
+        r"line 2: column 'answer' holds inf, which is no finite number",
+    ),
     "nothing after ####": (
         "a.jsonl",
         GOOD + b'{"question": "Q", "answer": "x #### "}\n',

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from learning import parallel
 from learning.parallel import owners, shard
 from running import launching
 from running.launching import check_shares, signals_to_hand_on, starts_processes
+from running.parsing import LAUNCHER_S, STARTED, started_processes
 from small_runs import SHORT, command, lines, run_short
 from small_update import small_update
 
@@ -101,7 +103,7 @@ def test_signals_that_are_switched_off_are_not_handed_on():
     try:
         assert signals_to_hand_on() == [
             name
-            for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+            for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGXCPU")
             if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
         ]
     finally:
@@ -185,6 +187,43 @@ def test_a_supervised_run_of_two_processes_is_that_of_one(warm, tmp_path):
     assert max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0]) < 1e-4
 
 
+LAUNCHED = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=29500"
+LEFT_OVER = {
+    "WORLD_SIZE=2": "WORLD_SIZE='2': stands there without RANK: unset it",
+    "LOCAL_RANK=0": "LOCAL_RANK='0': stands there without RANK: unset it",
+    "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0": "RANK='0': stands there without MASTER_ADDR",
+    "WORLD_SIZE=two": "WORLD_SIZE='two': is no whole number",
+    LAUNCHED.replace("RANK=1", "RANK=2", 1): "RANK='2': is none of WORLD_SIZE=2",
+    "ACCELERATE_USE_FSDP=true": "ACCELERATE_USE_FSDP='true': is not used: --fsdp true shards here",
+    "ACCELERATE_USE_DEEPSPEED=true": "ACCELERATE_USE_DEEPSPEED='true': is not used",
+    "ACCELERATE_DYNAMO_BACKEND=INDUCTOR": "--torch_compile says here what is compiled",
+}
+STARTED_BY_NONE = ("", "RANK=0", "LOCAL_RANK=-1", "ACCELERATE_USE_FSDP=false ACCELERATE_DYNAMO_BACKEND=NO")
+
+
+def set_environment(monkeypatch, words):
+    for name in (*STARTED, *LAUNCHER_S):
+        monkeypatch.delenv(name, raising=False)
+    for word in words.split():
+        monkeypatch.setenv(*word.split("="))
+
+
+@pytest.mark.parametrize("words", LEFT_OVER)
+def test_what_a_launcher_left_over_or_cannot_have_is_one_line(words, monkeypatch):
+    """It was a traceback out of torch or accelerate, or another sharding than this project's."""
+    set_environment(monkeypatch, words)
+    with pytest.raises(SettingError, match=re.escape(LEFT_OVER[words])):
+        started_processes()
+
+
+def test_what_launchers_set_and_what_says_that_there_is_none_is_taken(monkeypatch):
+    set_environment(monkeypatch, LAUNCHED)
+    assert started_processes() == 2
+    for words in STARTED_BY_NONE:
+        set_environment(monkeypatch, words)
+        assert started_processes() == 1
+
+
 def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -229,7 +268,7 @@ def alive(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "status"),
-    [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT SIGINT", 130), ("SIGKILL", -9)],
+    [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGUSR2", 140), ("SIGINT SIGINT", 130), ("SIGKILL", -9)],
 )
 def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, status):
     """No orphan holds a card, whatever ended the parent; a second Ctrl-C does not cut off a save."""
@@ -304,7 +343,7 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
     flags = f"{SHORT} --warm_start none --model {warm} --num_processes 2 --num_steps 2 --output_dir".split()
     done = command("grpo_train.py", *flags, tmp_path / "two")
     assert done.returncode == 0, done.stderr
-    assert "on 2 cpu process(es)" in done.stdout
+    assert "on 2 cpu processes" in done.stdout
     (tmp_path / "fails.py").write_text(
         "import os\ndef reward(completions, **kwargs):\n    if os.environ['RANK'] == '1':\n"
         "        raise ValueError('boom')\n    return [0.0] * len(completions)\n"

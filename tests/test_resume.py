@@ -490,6 +490,19 @@ def test_an_evaluation_that_was_cut_off_is_made_up_although_the_next_run_dies_as
     assert all(torch.equal(tensor, made_up[0][name]) for name, tensor in whole[0].items())
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP"])
+def test_each_signal_that_a_cluster_warns_with_is_remembered(name):
+    """SIGUSR2 and SIGXCPU, of SGE and of a limit of CPU time, killed the run without a checkpoint."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has switched it off
+    stop = Stop()
+    try:
+        signal.raise_signal(getattr(signal, name))
+        assert stop.asked() == getattr(signal, name)
+    finally:
+        stop.restore()
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
 def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_path, monkeypatch):
     """In a notebook Ctrl-C did nothing any more, the first time."""
@@ -539,7 +552,7 @@ def test_the_time_limit_stops_as_a_signal_does(start, tmp_path, capsys):
 
 def test_a_run_needs_no_signal_and_no_folder_handle_that_windows_lacks(start, tmp_path, monkeypatch):
     """Simulated: there was no Windows to try it on."""
-    for name in ("SIGHUP", "SIGUSR1", "SIGQUIT"):
+    for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT"):
         monkeypatch.delattr(signal, name)
     monkeypatch.setattr("running.stop.HANGUP", None)
     monkeypatch.setattr("running.checkpoint.SYNCS_FOLDERS", False)
@@ -583,6 +596,15 @@ def test_a_folder_with_a_model_that_is_no_run_s_is_refused_and_the_model_stays(s
     (tmp_path / "data" / "README.md").write_text("my data")
     with pytest.raises(SettingError, match="holds a README.md that is no run's"):
         grpo_train.train(settings_of(start, tmp_path / "data"))
+
+
+def test_the_folder_of_the_project_is_never_overwritten(start):
+    """--output_dir . --overwrite_output_dir put a model card in the place of the project's README."""
+    project = Path(grpo_train.__file__).parent
+    with pytest.raises(
+        SettingError, match="is this project's own folder, whose README.md would be written over"
+    ):
+        grpo_train.train(settings_of(start, project, overwrite_output_dir=True))
 
 
 @pytest.mark.parametrize(
@@ -754,6 +776,37 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(sta
     assert_same(long, short)
     run(settings_of(start, short, **settings, num_steps=4, resume=True))
     assert "nothing is left to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_finished_run_whose_model_is_gone_is_not_done(name, start, uninterrupted, tmp_path):
+    """It said that nothing is left to do, with status 0, and there was no model."""
+    out = shutil.copytree(uninterrupted("full"), tmp_path / "out")
+    config = settings_of(start, out, resume=True, **VARIANTS["full"])
+    before = (out / "model.safetensors").read_bytes()
+    (out / name).unlink()
+    run(config)
+    assert (out / name).exists()
+    assert (out / "model.safetensors").read_bytes() == before
+    (out / "model.safetensors").write_bytes(before[:-1])
+    for path in checkpoints(out):
+        shutil.rmtree(path)
+    with pytest.raises(SettingError, match="its model is not whole any more, and left no checkpoint"):
+        run(config)
+
+
+def test_a_checkpoint_s_name_holds_a_number_as_int_reads_it(tmp_path):
+    """`checkpoint-²` ended in a traceback: its digit is no decimal one."""
+    for name in (
+        "checkpoint-2",
+        "checkpoint-10",
+        "checkpoint-²",
+        "checkpoint-x",
+        "checkpoint-",
+        "my-checkpoint-3",
+    ):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-2"]
 
 
 def test_a_run_that_kept_no_last_checkpoint_says_what_to_set_beforehand(start, tmp_path):

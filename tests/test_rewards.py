@@ -30,6 +30,7 @@ from rewards import (
     SYSTEM_PROMPT,
     RewardLog,
     binary_correctness_reward,
+    check_answers,
     check_parameters,
     combined_reward,
     compute_rewards,
@@ -40,6 +41,7 @@ from rewards import (
     int_reward,
     last_number,
     load_reward,
+    lost_answers,
     math_equal,
     math_reward,
     numeric_reward,
@@ -81,6 +83,8 @@ NUMBERS = {
     "5 seconds": "5", "about 42": "42", "so the two friends have 42": "42", "12 more than John": "12",
     "42 sq ft": "42", "3 co-workers": "3", "10 if she is there": "10", "20kb": "20", "8400 BC": "8400",
     "35 phone calls": "35", "17 kittens": "17", "7 TV shows": "7", "42 US dollars": "42", "5 a.m.": "5",
+    "9.8 N·m": "49/5", "42\\": "42", "7 wrong answers": "7", "7 apples and oranges": "7",
+    "7 millionaires": "7", "7 bouillon cubes": "7", "12 mm": "12", "7 eggs...": "7", "7조각": "7",
     "7 pcs": "7", "7 DVDs": "7", "5 pts": "5", "4 common tangents": "4",
 }  # fmt: skip
 NOT_NUMBERS = (
@@ -110,7 +114,12 @@ NOT_NUMBERS = (
     "7 times x", "7 times itself", "7 over x", "7 below", "42abc", "负42", "5个半", "零下5度", "不是5",
     "5 tens",
     "logarithm of 5", "sine of 30", "the cosine of 60 degrees", "the absolute value of 5", "5 in base eight",
-    "5 if x is even",
+    "5 if x is even", "5 \\text{ if } x", "5\\text{ times }x", "not\\text{ equal to }5", "5 is wrong",
+    "$5mm", "5 bil", "5 thou", "5 tril", "5 Millionen", "5 millones", "5 Milliarden", "5 milhões",
+    "5 milioni", "5 Tausend", "5 Dutzend", "5 douzaines", "5 docenas", "5 тысяч", "5 миллионов", "5만",
+    "5천원",
+    "5, ...", "5,…", "5 ...", "…5", "5 or higher", "5 eggs or under", "5 and over", "5 at least",
+    "5 eggs at most",
 )  # fmt: skip
 
 
@@ -411,6 +420,66 @@ def test_no_random_text_makes_a_reward_raise_or_leave_the_finite_numbers():
             for name in ANSWER_FORMATS:
                 values += combined_reward(completions=[text], answer=[reference], answer_format=name)
             assert all(isinstance(v, float) and 0 <= v <= 2.8 for v in values)
+
+
+LOST = {
+    "xml": ("...", "a</answer>b"),
+    "hash": ("1\n2", "..."),
+    "boxed": ("}{", "..."),
+    "r1": ("...", "</answer>"),
+}
+
+
+@pytest.mark.parametrize(("answer_format", "answers"), LOST.items())
+def test_reference_answers_that_no_completion_can_give_are_told(answer_format, answers):
+    """A run over them ended as if all had gone well, with every reward 0."""
+    config = SimpleNamespace(answer_format=answer_format, grading="number", reward=None)
+    lost = [Problem("Q", answer) for answer in answers]
+    good = [Problem("Q", answer) for answer in ("7", "7 million", "(1, 2]", r"\frac12", "north")]
+    assert lost_answers(config, [*good, *lost]) == list(answers)
+    check_answers(config, REWARD_SETS["grpo_m3po"], [*good, *lost])
+    check_answers(config, [(constant([1.0]), 1.0)], lost)  # one's own reward may need no answer
+    with pytest.raises(
+        SettingError, match=f"^answer_format='{answer_format}': none of the 2 reference answers"
+    ):
+        check_answers(config, REWARD_SETS["grpo_m3po"], lost)
+
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("error", [Unsayable(), asyncio.CancelledError(), GeneratorExit()])
+def test_whatever_a_reward_raises_is_one_line(error):
+    """An error whose text raises, and those that are no Exception, ended in a traceback."""
+
+    def fails(completions, **kwargs):
+        raise error
+
+    with pytest.raises(RewardError, match=rf"reward function fails at step 3 raised {type(error).__name__}"):
+        paid([(fails, 1.0)], ["p"], ["x"], step=3)
+
+
+@pytest.mark.parametrize("log", ["log_metric", "log_extra"])
+def test_a_name_that_is_no_text_is_refused_where_it_is_logged(log):
+    with pytest.raises(ValueError, match=rf"^{log}\(\('a', 1\)\): a name must be text$"):
+        RewardLog([{}]).arguments[log](("a", 1), [1.0] if log == "log_extra" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [("[text]", r"gave \['<r>7'\], neither text nor None"), ("text[9]", "raised IndexError")],
+)
+def test_a_format_of_one_s_own_that_fails_on_a_later_text_is_one_line(found, words, tmp_path):
+    source = "from answers.formats import AnswerFormat\ndef find(text):\n    if text == '<r>7':\n"
+    source += f"        return {found}\n    return text.partition('<r>')[2] or None\n"
+    source += "mine = AnswerFormat('mine', 's', '<r>', ('<r>',), '{reasoning}<r>{answer}', find)\n"
+    (tmp_path / "own.py").write_text(source)
+    name = f"{tmp_path}/own.py:mine"
+    assert correctness_reward(None, ["<r>8"], ["8"], name) == [2.0]
+    with pytest.raises(RewardError, match=f"^the find of answer_format 'mine' {words}.* for '<r>7'$"):
+        correctness_reward(None, ["<r>7"], ["8"], name)
 
 
 def test_the_named_reward_sets_are_these():

@@ -15,12 +15,12 @@ import yaml
 import grpo_eval
 import grpo_train
 import sft_train
-from errors import DataError
+from errors import DataError, SettingError
 from grpo_train import Config
 from problems.prompts import template_kwargs
 from problems.sources import load_problems
 from reporting import page
-from running.parsing import REFUSED, combined, parse_config, run_main, settings_from_file
+from running.parsing import REFUSED, combined, parse_config, parse_early, run_main, settings_from_file
 from running.settings import FIRST, TrainConfig, free_on_resume, names_with, resolved
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -761,3 +761,28 @@ def test_no_hint_names_a_setting_that_the_script_lacks(script):
             parse_config(script.Config, [f"--{name}"])
         told = str(error.value).partition(": ")[2]
         assert not set(re.findall(r"(?:--)?\w+", told)) & lacking, told
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "../x", "a/../../x"])
+def test_an_evaluation_stays_in_its_output_dir(name):
+    """`--name ..` wrote the report beside eval_runs."""
+    with pytest.raises(SettingError, match="is no name of a folder in output_dir"):
+        grpo_eval.Config(model="tiny", dataset="arithmetic", name=name)
+    assert grpo_eval.Config(model="tiny", dataset="arithmetic", name="a/b").name == "a/b"
+
+
+def test_an_output_that_is_closed_is_replaced_before_anything_is_said(monkeypatch):
+    """Started by a daemon without one, a run ended in AttributeError before it began."""
+    monkeypatch.setattr(sys, "argv", "grpo_train.py --model tiny --dataset arithmetic".split())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert parse_early(Config, None).model == "tiny"
+    assert sys.stdout.write("said") == 4
+
+
+def test_an_output_that_is_full_is_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", "grpo_train.py --model tiny --dataset arithmetic".split())
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
+    with pytest.raises(SystemExit) as ended:
+        parse_early(Config, None)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("grpo_train.py: the disk: No space left on device")

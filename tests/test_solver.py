@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -152,3 +153,16 @@ def test_a_model_of_one_file_is_asked_though_it_is_not_evaluated_on_it(recipe_ru
     assert grpo_eval.Config(model=str(tmp_path / "model"), ask="One").ask == "One"
     with pytest.raises(SettingError, match="is the one file this model was trained on"):
         grpo_eval.Config(model=str(tmp_path / "model"))
+
+
+def test_an_evaluation_on_the_split_that_was_trained_on_is_told(recipe_run, tmp_path):
+    """A model trained with --split test was evaluated on the same questions without a word."""
+    shutil.copytree(recipe_run, tmp_path / "model")
+    settings = yaml.safe_load((tmp_path / "model" / "run_config.yaml").read_text())
+    settings |= {"dataset": "arithmetic", "split": "test"}
+    (tmp_path / "model" / "run_config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.warns(UserWarning, match="^split=test: the model was trained on this split"):
+        grpo_eval.Config(model=str(tmp_path / "model"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grpo_eval.Config(model=str(tmp_path / "model"), dataset="gsm8k")
