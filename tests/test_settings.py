@@ -155,6 +155,7 @@ def test_the_page_shows_settings_that_exist():
         ("--num_generations 1", ["num_generations=1", "at least 2"]),
         ("--batch_size 0", ["batch_size=0", "at least 1"]),
         ("--learning_rate -1", ["learning_rate=-1", "0 or more"]),
+        ("--learning_rate 1e30", ["learning_rate=1e+30", "at most 1"]),
         ("--learning_rate nan", ["learning_rate=nan"]),
         ("--learning_rate inf", ["learning_rate=inf"]),
         ("--seed -1", ["seed=-1"]),
