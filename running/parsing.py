@@ -533,7 +533,12 @@ def run_main(main, *given):
         transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     raise_on_interrupt()
-    told(main, *given)
+    try:
+        told(main, *given)
+    except SystemExit as end:  # by a signal, with everything saved
+        if isinstance(end.code, int) and end.code > 128 and _has_others():
+            _exit_at_once(end.code)
+        raise
     if _leave_the_others():
         _exit_at_once(0)
 
@@ -578,11 +583,15 @@ def _leave_the_others():
 
     All processes end here. Returns whether there was one.
     """
-    torch = sys.modules.get("torch")
-    has_others = bool(torch and torch.distributed.is_initialized())
+    has_others = _has_others()
     if has_others:
-        torch.distributed.destroy_process_group()
+        sys.modules["torch"].distributed.destroy_process_group()
     return has_others
+
+
+def _has_others():
+    torch = sys.modules.get("torch")
+    return bool(torch and torch.distributed.is_initialized())
 
 
 def _explain_torch_error(error):

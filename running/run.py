@@ -40,7 +40,7 @@ class Run:
         self.of_study = of_study
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
-        self.checkpoints = self.lock = self.metrics = self.first_evaluation = None
+        self.checkpoints = self.lock = self.log = self.metrics = self.first_evaluation = None
         self.first_pass = {}  # what the first step logs of it, with problem_sampling pass_rate
         self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
@@ -280,6 +280,8 @@ class Run:
         is_said = self.config.resume or self.of_study  # a study has no --resume
         go_on = "the same command again" if is_said else "--resume true"
         self.say(f"{reason}: {kept}; go on with {go_on}")
+        if self.log is not None:
+            self.log.close()  # the page has the last step, and trackers all of them
         self.accelerator.wait_for_everyone()
         sys.exit(128 + number % TIME_IS_OVER)
 

@@ -194,6 +194,21 @@ def test_a_disk_that_cannot_be_written_to_any_more_ends_a_run_in_one_line(number
     assert f"out/metrics.jsonl: {os.strerror(number)}; go on with --resume true" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("has_others", "code", "status"), [(1, 143, 143), (1, 2, None), (0, 143, None)])
+def test_one_of_several_processes_that_a_signal_stops_leaves_no_threads_to_abort_it(
+    has_others, code, status, monkeypatch
+):
+    """Now and then gloo's threads aborted a process that was done, and its status was SIGABRT's, not 143."""
+    left = []
+    monkeypatch.setattr(parsing, "_has_others", lambda: has_others)
+    monkeypatch.setattr(os, "_exit", left.append)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: sys.exit(code))
+    signal.signal(signal.SIGTERM, before)
+    assert (ended.value.code, left) == (code, [status] if status else [])
+
+
 def test_a_warning_is_one_line_without_the_code_that_gives_it(monkeypatch):
     """`/.../problems/prompts.py:341: UserWarning: eval_problems=100: ...`, and the line of code below it."""
     monkeypatch.setattr(warnings, "formatwarning", None)

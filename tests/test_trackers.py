@@ -1,11 +1,13 @@
 """Experiment trackers."""
 
 import json
+import signal
 
 import pytest
 
 import grpo_train
 from errors import SettingError
+from running.log import Trackers
 from running.parsing import parse_config
 from small_recipes import config_of, missing
 
@@ -73,6 +75,22 @@ def test_wandb_offline_gets_the_metrics_over_their_own_step(recipe_start, tmp_pa
     assert [(r["step"], r["train/reward"]) for r in rows] == [
         (m["step"], pytest.approx(m["reward"])) for m in metrics
     ]
+
+
+def test_a_run_that_a_signal_stops_closes_its_trackers_and_its_page(recipe_start, tmp_path, monkeypatch):
+    """They were left to Python's end, which one of several processes does not wait for."""
+    closed, update = [], grpo_train.update
+    monkeypatch.setattr(Trackers, "close", lambda trackers: closed.append(1))
+
+    def told_meanwhile(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return update(*args)
+
+    monkeypatch.setattr(grpo_train, "update", told_meanwhile)
+    with pytest.raises(SystemExit):
+        grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train))
+    assert closed == [1]
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 @missing("wandb")
