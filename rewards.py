@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -506,6 +507,10 @@ def _values(function, columns, where, timeout):
     return [_number(v, where, c) for v, c in zip(values, completions, strict=True)]
 
 
+OF_THE_LOOP = set("prompts completions completion_ids reference_answer answer_format trainer_state".split())
+OF_THE_LOOP |= set(RewardLog([]).arguments)
+
+
 def reward_columns(problems, texts, completion_ids, answer_format):
     """The keyword arguments of reward functions: every column as the data has it, and what is said here.
 
@@ -552,8 +557,15 @@ def check_answers(config, reward_functions, problems):
 
 
 def check_rewards(config, reward_functions, problem):
-    """Refuse reward functions that need an argument which problems like this one do not give them."""
+    """Refuse reward functions that need an argument which problems like this one do not give them.
+
+    A column of the data that has the name of an argument of the loop's own is warned of.
+    """
     columns = reward_columns([problem], [""], [[]], config.answer_format)
+    hidden = sorted(problem.more.keys() & OF_THE_LOOP)
+    if hidden and not all(_is_own(function) for function, _ in reward_functions):
+        what = f"the data's {', '.join(hidden)} does not reach reward functions, which get the loop's own"
+        warnings.warn(f"{what} under this name: give the column another", stacklevel=2)
     try:
         check_parameters(reward_functions, {*columns, "trainer_state", *RewardLog([]).arguments})
     except ValueError as error:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import warnings
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -953,6 +954,16 @@ def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
     assert columns["answer"] == columns["solution"] == ["1", "2"]
     assert columns["level"] == [None, "3"]
     assert columns["question"] == ["a", "b"]
+
+
+def test_a_column_that_the_loop_s_own_arguments_hide_is_warned_of():
+    """A column `prompts` of the data was replaced by the loop's without a word."""
+    problem, config = Problem("q", "1", more={"prompts": "mine", "notes": "n"}), grpo_train.Config()
+    with pytest.warns(UserWarning, match="the data's prompts does not reach reward functions"):
+        rewards.check_rewards(config, [(lambda completions, **_: [0.0], 1.0)], problem)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards.check_rewards(config, [(rewards.correctness_reward, 1.0)], problem)
 
 
 @pytest.mark.parametrize("name", ["step", "timeout", "gather", "functions", "columns"])
