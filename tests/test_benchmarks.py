@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import reporting.study
 from reporting import study_statistics
 from reporting.study import write_study
 from small_study import a_plan, write_fake_study
@@ -98,10 +99,17 @@ def test_bf16_and_fp16_stand_beside_each_other_in_a_table(benchmark_module, tmp_
 def a_study(folder, gains, **more):
     """A study of the shape of the real one, with drawn answers, in the place of its results."""
     plan = a_plan(seeds=range(4), steps=(80,), **more)
-    write_fake_study(folder / "study_m3po", plan, gains, questions=400, spread=0.002, train_steps=12)
+    write_fake_study(folder / "study_m3po", plan, gains, questions=200, spread=0.002, train_steps=3)
     return write_study(folder / "study_m3po")
 
 
+@pytest.fixture
+def without_pages(monkeypatch):
+    """Drawing takes most of the time."""
+    monkeypatch.setattr(reporting.study, "study_page", lambda found: "the page")
+
+
+@pytest.mark.usefixtures("without_pages")
 @pytest.mark.parametrize(
     ("gains", "sentence"),
     [
@@ -128,6 +136,7 @@ def test_the_first_screen_says_what_the_study_found(gains, sentence, benchmark_m
     assert f"| 4 | {mean:.3f} |" in lines[1]
 
 
+@pytest.mark.usefixtures("without_pages")
 def test_before_a_study_is_whole_the_first_screen_counts_its_seeds(benchmark_module, tmp_path, monkeypatch):
     tables = benchmark_module("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
