@@ -558,6 +558,10 @@ def say_plan(run, decoder, problems, held_out, skipped):
     if lost := lost_answers(config, [p.problem for p in problems]):
         what = f"{len(lost)} of {len(problems)} reference answers can never be right"
         remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
+    if len(problems) < config.batch_size:
+        remarks.append(
+            f"batch_size={config.batch_size} is above the {len(problems)} problems: steps repeat some"
+        )
     if config.m3po_control != "none":
         remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
     if config.m3po_scoring == "plain":

@@ -68,6 +68,8 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
     if name == "tiny":
         return _tiny_model(tokenizer, dtype).to(device)
     config = _from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    if getattr(config.get_text_config(), "num_hidden_layers", 1) == 0:
+        raise SettingError("model", name, "its config.json gives it no layers: num_hidden_layers is 0")
     source_dtype, dropout = config.dtype or torch.float32, {}
     for path, owner, key in random_settings(config, ("drop",)):
         dropout[path] = getattr(owner, key)

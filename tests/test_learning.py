@@ -462,6 +462,7 @@ WRONG_MODELS = {
         lambda p: edit(p / "config.json", num_attention_heads=3),
         "cannot be loaded as a",
     ),
+    "no layers": (lambda p: edit(p / "config.json", num_hidden_layers=0), "gives it no layers"),
     "letters for a number": (lambda p: edit(p / "config.json", vocab_size="x"), "cannot be loaded as a"),
 }
 

@@ -156,6 +156,15 @@ def rows_of(kind):
     return Dataset.from_list(rows) if kind == "a Dataset" else rows
 
 
+@pytest.mark.parametrize("count", [8, 3])
+def test_a_batch_of_more_problems_than_there_are_is_told(count, recipe_start, tmp_path, capsys):
+    settings = dict(batch_size=4, num_generations=2, num_steps=1, max_completion_length=4, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts")[:count])
+    said = "note: batch_size=4 is above the 3 problems: steps repeat some" in capsys.readouterr().out
+    assert said == (count == 3)
+
+
 @pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
 def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_path):
     """Instead of names, as TRL takes them; what is returned says where the model is."""
