@@ -79,7 +79,7 @@ class AnswerFormat:
         return None if answer == "..." else answer
 
     def _found(self, text):
-        if self.find.__module__ == __name__:
+        if getattr(self.find, "__module__", None) == __name__:
             return self.find(text)
         where, in_text = f"the find of answer_format {self.name!r}", f"for {text[:200]!r}"
         try:

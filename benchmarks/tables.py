@@ -15,7 +15,7 @@ import yaml
 from common import RESULTS, ROOT
 
 sys.path.insert(0, str(ROOT))
-from reporting.study import CURVES
+from reporting.study import CURVES, result_rows
 
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GRADING_SHARES = ("refused", "paid_wrongly", "undecided_share")
@@ -557,13 +557,13 @@ ARMS = {
     "strangers": "answers to other problems",
 }
 VERDICTS = {
-    "hurts": "It hurts: models trained with M3PO answer worse than models trained by plain GRPO.",
-    "no useful effect": "No: what it changes is less than one point.",
+    "hurts": "It hurts: models trained with M3PO answer worse than models trained by plain GRPO",
+    "no useful effect": "No: what it changes is less than one point",
     "helps": "It helps: models trained with M3PO answer better than models trained by plain GRPO, and better "
     "than with noise or with strangers' words in their peers' place",
     "acts as noise": "It helps no more than noise does: models trained with M3PO answer better than models "
-    "trained by plain GRPO, and so do those whose paths hear noise, or strangers, at that size.",
-    "undecided": "Undecided: the study could not tell.",
+    "trained by plain GRPO, and so do those whose paths hear noise, or strangers, at that size",
+    "undecided": "Undecided: the study could not tell",
 }
 ALIKE = 0.95  # a cosine from which on what a path hears is nearly the plain mean of its peers
 SECOND_PARTS = {
@@ -587,7 +587,7 @@ def study():
             "looked at before the last."
         )
     verdict, first = found["verdict"], found["comparisons"][0]
-    text = VERDICTS[verdict["words"]].removesuffix(".") + SECOND_PARTS[verdict["second"]]
+    text = VERDICTS[verdict["words"]] + SECOND_PARTS[verdict["second"]]
     low, high = (f"{100 * end:+.1f}" for end in first["difference_ci95"])
     text += (
         f" On GSM8K, with Qwen2.5-Coder-0.5B and {first['seeds']} seeds, M3PO's share of right answers minus "
@@ -617,19 +617,16 @@ def _what_the_gate_does(found):
 
 
 def _arm_rows(found):
-    mean, greedy = found["endpoints"][0]["name"], found["endpoints"][1]["name"]
-    against = {row["arm"]: row for row in found["comparisons"] if row["endpoint"] == mean
-               and row["other"] == found["baseline"]}  # fmt: skip
-    for arm in found["arms"]:
-        if arm["name"] not in ARMS:
-            continue
-        outcome, difference, p = arm["outcomes"][mean], "", ""
-        if row := against.get(arm["name"]):
-            low, high = (100 * end for end in row["difference_ci95"])
-            difference = f"{100 * row['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-            p = f"{row['p']:.2g}"
-        means = [number(outcomes["mean"]) for outcomes in (outcome, arm["outcomes"][greedy])]
-        yield [ARMS[arm["name"]], len(outcome["by_seed"]), *means, difference, p]
+    cases = {}
+    for case, metric, value, _ in result_rows(found):
+        cases.setdefault(case, {})[metric] = value
+    for arm, label in ARMS.items():
+        m = cases[arm]
+        difference = p = ""
+        if "difference" in m:
+            low, high = (100 * end for end in m["difference_ci95"])
+            difference, p = f"{100 * m['difference']:+.2f} ({low:+.2f} to {high:+.2f})", f"{m['p']:.2g}"
+        yield [label, m["seeds"], number(m["mean8"]), number(m["greedy"]), difference, p]
 
 
 TABLES = {

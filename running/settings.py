@@ -412,8 +412,8 @@ class TrainConfig:
         check(self, counts, lambda v: v >= 0, "must be 0 or more")
         check(self, durations, lambda v: v is None or 0 < v < math.inf, "must be positive and finite")
         check(self, rates, lambda v: 0 <= v < math.inf, "must be finite, 0 or more")
-        lost = "must be at most 1: AdamW moves a weight by about the rate in a step"
-        check(self, "learning_rate", lambda v: v <= 1, lost)
+        moves = "must be at most 1: AdamW moves a weight by about the rate in a step"
+        check(self, "learning_rate", lambda v: v <= 1, moves)
         check(self, "adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be in [0, 1)")
         check(self, "warmup_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
         check(self, "seed", lambda v: 0 <= v < 2**31, "must be from 0 to 2147483647")
