@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     groups: int = 0
     paths: int = 0
     mixed_tokens: int = 0  # latest tokens whose mixing weights are there to be written
+    likeliest: int = 0  # tokens of its own that a row hears, in the control `own`
 
     def holds(self, needed):
         return all(have >= need for have, need in zip(self, needed, strict=True))
@@ -78,7 +79,8 @@ class Engine:
         self.grouped = interacts or not self.captures
         groups, paths = (slots, G) if self.grouped else (1, 1)
         prompt_tokens, mixed_tokens = -(-longest // 64) * 64, min(limit, CHUNK) if interacts else 0
-        needed = Sizes(self.step_rows(batch), slots, prompt_tokens, limit, groups, paths, mixed_tokens)
+        own = LIKELIEST if interacts and self.interaction.control == "own" else 0
+        needed = Sizes(self.step_rows(batch), slots, prompt_tokens, limit, groups, paths, mixed_tokens, own)
         if not self.reserved.holds(needed):
             self._reserve(self.reserved.joined(needed))
         self._reset(slots, sampling)
@@ -140,7 +142,7 @@ class Engine:
         written = [first, *[second] * (G - 1), *[first] * (G - 1), second]
         assigned = [SimpleNamespace(slot=slot, path=path) for slot in range(2) for path in range(G)]
         self.grouped, watched = True, [0, 2 * G - 1]
-        self._reserve(Sizes(2 * G, 2, 64, NEW, 2, G, 0))
+        self._reserve(Sizes(2 * G, 2, 64, NEW, 2, G))
         self._reset(2, Sampling(NEW, G))
         self.admit(prompts, dict(enumerate(assigned)), None)
         self.find_paths(assigned)
@@ -194,7 +196,7 @@ class Engine:
         of_rows = {"ended": torch.bool, "finished": torch.bool}
         of_rows |= dict.fromkeys(("t", "state", "prompt_len", "slot", "path", "key", "cache_row"), torch.long)
         zeros = functools.partial(torch.zeros, device=self.device)
-        heard = (R, T + 1, LIKELIEST if self.interaction.control == "own" else 0)
+        heard = (R, T + 1, sizes.likeliest)
         self.rows = Rows(
             **{name: zeros(R, T + 1, dtype=dtype) for name, dtype in of_tokens.items()},
             **{name: zeros(R, dtype=dtype) for name, dtype in of_rows.items()},

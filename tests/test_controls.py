@@ -186,6 +186,22 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
     assert control in ("scaled_mean", "own") or not torch.equal(other.keys, whole.keys)
 
 
+@pytest.mark.parametrize("order", [("none", *CONTROLS), (*reversed(CONTROLS), "none", "own")])
+@torch.no_grad()
+def test_a_decoder_that_goes_from_control_to_control_samples_as_a_new_one(
+    llama, tokenizer, prompts, order, made
+):
+    """Seeds of a study stopped at `own`, whose storage was that of the arm before it, where it had no room."""
+    decoder = decoder_of(llama, tokenizer, order[0])
+    decoder.hear_strangers(some_strangers())
+    for control in order:
+        decoder.interact_as(Interaction(LAMBDA, 0.1, control=control))
+        ours, (_, theirs) = sampled(decoder, prompts), made(control)
+        for name in ("ids", "logp", "mix", "scale", "heard_ids", "heard_probs"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert a is b is None or torch.equal(a, b), f"{name} of {control}"
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_storage_that_grows_keeps_what_is_recorded(llama, tokenizer, prompts, control, made, monkeypatch):
