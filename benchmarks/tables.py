@@ -252,7 +252,7 @@ def speedrun_tune():
     header = ["variation", "settings", "mean of 8 samples", "greedy", "steps", "dead groups"]
     header += ["sampled over trained"]
     note = f"{count} configurations tried, each once; {result['questions']} held-out training questions"
-    note += f", {result['minutes']:g} minutes"
+    note += f", {result['steps']} steps" if result.get("steps") else f", {result['minutes']:g} minutes"
     return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
 
 
