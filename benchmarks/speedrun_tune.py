@@ -65,6 +65,8 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "cosine-3e-6": {"lr_scheduler_type": "cosine", "learning_rate": 3e-6},
     "cosine-5e-6": {"lr_scheduler_type": "cosine", "learning_rate": 5e-6},
     "temperature-1.2": {"temperature": 1.2},
+    "batch-128-lr-4e-6": {"batch_size": 128, "learning_rate": 4e-6},
+    "beta2-0.99": {"adam_beta2": 0.99},
     "m3po": {"m3po_lambda": 0.1},
     "mu-2-clip-higher": {"mu": 2, "epsilon": 0.2, "epsilon_high": 0.28},
     "dr-grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
