@@ -1,8 +1,14 @@
 """Which device computes. There is no Mac here: its GPU is simulated."""
 
+import re
+import subprocess
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
+from decoding.building import why_no_kernels
 from learning import device
 from learning.precision import compute_dtype
 
@@ -58,3 +64,44 @@ def test_the_self_test_passes_what_computes_as_the_cpu_and_names_what_does_not(m
     for name in other:
         monkeypatch.setattr(device, "_tried", differs(name))
         assert device.fault_of(cpu) == f"other {name} than on the CPU"
+
+
+class Broken(ModuleType):
+    """triton.runtime, whose driver raises where it is built."""
+
+    @property
+    def driver(self):
+        return self
+
+    @property
+    def active(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            RuntimeError("Failed to find C compiler.\nPlease specify"),
+            "or set CC: Failed to find C comp",
+        ),
+        (subprocess.CalledProcessError(1, ["gcc", "m.c"]), r"Python's headers, .*\['gcc', 'm.c'\]"),
+        (PermissionError(13, "Permission denied", "/root/.triton"), "Permission denied"),
+        (None, "^triton is not installed$"),
+    ],
+)
+def test_a_machine_that_builds_no_kernels_takes_the_plain_path_and_says_why(error, why, monkeypatch):
+    """An image without gcc ended in a traceback through torch's compiler. The card is simulated."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake = Broken("triton.runtime") if error else None
+    if error:
+        fake.error = error
+    monkeypatch.setitem(sys.modules, "triton", fake and ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", fake)
+    assert re.search(why, why_no_kernels.__wrapped__())
+
+
+def test_without_cuda_nothing_is_built(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert why_no_kernels.__wrapped__() == "no CUDA"
