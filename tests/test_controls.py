@@ -191,7 +191,7 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
 def test_a_decoder_that_goes_from_control_to_control_samples_as_a_new_one(
     llama, tokenizer, prompts, order, made
 ):
-    """Seeds of a study stopped at `own`, whose storage was that of the arm before it, where it had no room."""
+    """Seeds of a study stopped at `own`, whose storage was that of the arm before it, without room for it."""
     decoder = decoder_of(llama, tokenizer, order[0])
     decoder.hear_strangers(some_strangers())
     for control in order:
@@ -200,6 +200,16 @@ def test_a_decoder_that_goes_from_control_to_control_samples_as_a_new_one(
         for name in ("ids", "logp", "mix", "scale", "heard_ids", "heard_probs"):
             a, b = getattr(ours, name), getattr(theirs, name)
             assert a is b is None or torch.equal(a, b), f"{name} of {control}"
+
+
+@torch.no_grad()
+def test_a_rollout_holds_nothing_that_an_earlier_one_heard(llama, tokenizer, prompts):
+    """At a row's last token nothing is heard: there stood what the row had heard in the rollout before."""
+    kept, new = (decoder_of(llama, tokenizer, "own") for _ in range(2))
+    sampled(kept, prompts)
+    ours, theirs = (sampled(decoder, prompts[:2], length=2) for decoder in (kept, new))
+    assert torch.equal(ours.heard_ids, theirs.heard_ids)
+    assert torch.equal(ours.heard_probs, theirs.heard_probs)
 
 
 @pytest.mark.parametrize("control", CONTROLS)
