@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def named_in_file(path, name):
     """What a file calls `name`, None where it has nothing of that name; sys.path stays as it is.
 
-    The file runs once a process, however much of it is asked for, and again after it has changed. ValueError
-    where there is no such file, and where it does not import.
+    The file runs once a process, however much of it is asked for, and again after it has changed, or was
+    forgotten. ValueError where there is no such file, and where it does not import.
     """
     if not os.path.isfile(path):
         raise ValueError(f"{f'{path}:{name}'!r}: there is no file {path}")
@@ -76,6 +76,19 @@ def _change_process(now, wanted):
     for key, value in wanted.items():
         if now.get(key) != value:
             change[key](value)
+
+
+def forget_files(paths):
+    """Let files of the user's run anew when they are next asked for, and modules of their folders with them.
+
+    What they remember, and what they have changed of the process, is of an earlier run.
+    """
+    files = {str(file) for path in paths for file in user_files(path)}
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)) in files:
+            del sys.modules[name]
+    _module_of.cache_clear()
+    _theirs.clear()
 
 
 def code_of(config):
