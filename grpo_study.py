@@ -212,7 +212,7 @@ def make_run(bench, seed, arm, start, start_note):
     goes_on = goes_on and read_run_config(folder).get("model") == start
     if not goes_on:
         shutil.rmtree(folder, ignore_errors=True)
-    forget_files([path for _, path in code_of(study.configs[arm])])
+    forget_files([path for config in study.configs.values() for _, path in code_of(config)])
     earlier, started = read_note(folder)["seconds"], time.perf_counter()
     unfinished = note | {"status": "running", "step": 0, "seconds": earlier, "reason": None}
     write_json(folder / "run.json", unfinished)

@@ -20,6 +20,7 @@ import grpo_eval
 import grpo_study
 import grpo_train
 import sft_train
+from answers.user_files import forget_files
 from decoding.engine import Engine
 from decoding.rollout import Completion
 from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError
@@ -472,25 +473,30 @@ def test_results_are_written_where_runs_of_some_card_failed(pretended, tmp_path,
         assert (end.value.code, written) == (status, results)
 
 
-def test_a_run_does_not_find_what_the_user_s_code_remembers_of_an_earlier_one(
-    pretended, tmp_path, monkeypatch
-):
-    """A reward that counted its calls went on where the arm before had left it, and another's had the dtype
-    that the first had set.
+REWARD = """import sys, torch
+sys.path.insert(0, {folder!r})
+import counter
+{more}
+own = []
+
+def f(completions, **kwargs):
+    own.append(1)
+    counter.calls.append(1)
+    is_wide = torch.get_default_dtype() == torch.float64
+    return [counter.worth + 10.0 * len(own) + len(counter.calls) + is_wide / 2] * len(completions)
+"""
+
+
+def test_a_run_does_not_find_what_the_user_s_code_left_of_an_earlier_one(pretended, tmp_path, monkeypatch):
+    """A reward that counted its calls went on where the arm before had left it; another's had the dtype that
+    the first had set, and the module of its folder.
     """
-    (tmp_path / "counter.py").write_text("calls = []\n")
-    (tmp_path / "mine.py").write_text(
-        f"import sys, torch\nsys.path.insert(0, {str(tmp_path)!r})\nimport counter\n"
-        "torch.set_default_dtype(torch.float64)\nown = []\n\n"
-        "def f(completions, **kwargs):\n    own.append(1)\n    counter.calls.append(1)\n"
-        "    return [10.0 * len(own) + len(counter.calls)] * len(completions)\n"
-    )
-    (tmp_path / "other.py").write_text(
-        "import torch\n\ndef f(completions, **kwargs):\n"
-        "    return [float(torch.get_default_dtype() == torch.float64)] * len(completions)\n"
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    paid, train = {}, pretended.train
+    for name, more, worth in (("a", "torch.set_default_dtype(torch.float64)", 100), ("b", "", 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "counter.py").write_text(f"calls, worth = [], {worth}\n")
+        text = REWARD.format(folder=str(tmp_path / name), more=more)
+        (tmp_path / name / "mine.py").write_text(text)
+    paths, paid, train = [*sys.path], {}, pretended.train
 
     def asks(config, study):
         train(config, study)
@@ -499,9 +505,11 @@ def test_a_run_does_not_find_what_the_user_s_code_remembers_of_an_earlier_one(
         paid.setdefault(study.folder.name, []).append(of_run)
 
     monkeypatch.setattr(pretended, "train", asks)
-    arms = [{"name": name, "settings": {"reward": [f"{tmp_path}/{name}.py:f"]}} for name in ("mine", "other")]
-    run_all(tmp_path, arms=arms, baseline="mine", treatment="other")
-    assert paid == {"mine": [[11.0, 22.0]] * 3, "other": [[0.0, 0.0]] * 3}
+    arms = [{"name": name, "settings": {"reward": [f"{tmp_path}/{name}/mine.py:f"]}} for name in "ab"]
+    run_all(tmp_path, arms=arms, baseline="a", treatment="b")
+    assert paid == {"a": [[111.5, 122.5]] * 3, "b": [[211.0, 222.0]] * 3}
+    forget_files([])
+    assert sys.path == paths
 
 
 def test_a_run_that_is_refused_before_it_begins_is_no_result(pretended, tmp_path, monkeypatch):
