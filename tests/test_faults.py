@@ -287,12 +287,12 @@ def test_packages_are_missing_too_old_or_there(monkeypatch):
 
 
 def test_a_setting_whose_package_is_too_old_is_refused(monkeypatch):
-    """peft 0.17 cannot be imported beside transformers 5."""
+    """peft 0.17 cannot be imported beside transformers 5, and 0.18 not read an adapter."""
     version = errors.metadata.version
     monkeypatch.setattr(
         errors.metadata, "version", lambda name: "0.17.1" if name == "peft" else version(name)
     )
-    words = r"lora_r=4: needs peft>=0.18 \(0.17.1 there\): pip install -U peft, or say --lora_r 0"
+    words = r"lora_r=4: needs peft>=0.19 \(0.17.1 there\): pip install -U peft, or say --lora_r 0"
     with pytest.raises(SettingError, match=words):
         grpo_train.Config(lora_r=4)
 

@@ -1,6 +1,7 @@
 """What only a GPU can show: kernels, captured steps, bf16, and a run resumed on the card. `pytest -m gpu`"""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -781,3 +782,15 @@ def test_a_run_in_fp16_scales_its_loss_and_scores_what_it_sampled(more, tmp_path
         assert all(("loss_scale" in m) == (precision == "fp16") for m in metrics)
         assert sum("skipped" in m for m in metrics) <= 3, metrics
     assert means["fp16"] < means["bf16"] / 2
+
+
+def test_without_a_c_compiler_a_run_goes_on_without_kernels_and_says_so_in_one_line(tmp_path):
+    (tmp_path / "pays.py").write_text(PAYS)
+    words = [sys.executable, "grpo_train.py", *FLAGS.split(), f"--reward={tmp_path}/pays.py:pays"]
+    env = os.environ | {"CC": "/bin/false", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    how = dict(cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([*words, f"--output_dir={tmp_path / 'run'}"], **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if "Triton builds no kernels: install gcc" in line]
+    assert len(said) == 1
+    assert said[0].startswith("decoder: the plain path, which is slower (")
