@@ -100,6 +100,9 @@ class SharedError(RuntimeError):
         self.status = status
 
 
+FORESEEN = (SettingError, DataError, RunError, RewardError, SharedError)  # any other is the program's fault
+
+
 class Interrupted(Exception):
     """The run was asked to end while rows were being decoded; only their unfinished completions are lost."""
 

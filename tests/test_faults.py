@@ -329,6 +329,7 @@ def f(completions, **kwargs):
     assert os.getcwd() == {folder!r} and torch.get_default_dtype() == torch.float64
     torch.set_default_device("meta")
     torch.set_num_threads(3)
+    torch.set_grad_enabled(False)
     return list(range(len(completions)))
 """
 
@@ -348,3 +349,4 @@ def test_what_a_reward_changes_of_the_process_it_finds_again_and_the_run_does_no
     assert list((tmp_path / "there").iterdir()) == []
     assert torch.get_default_dtype() == torch.float32
     assert (str(torch.get_default_device()), torch.get_num_threads()) == ("cpu", threads)
+    assert torch.is_grad_enabled(), "a study's next warm start takes gradients"
