@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from errors import SettingError, one_line
+from errors import ROOT, SettingError, one_line
 
 FINISHED, STRANGERS, PASS_RATES = "finished.json", "strangers.jsonl", "pass_rates.json"
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
@@ -64,10 +64,15 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _m
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))
 
 
+def here_or_ours(path):
+    """A file seen from this folder, or else the project's own of that name, which its recipes name."""
+    return ours if not Path(path).exists() and (ours := ROOT / path).exists() else Path(path)
+
+
 def read_yaml(path):
     """A YAML mapping as a dict of plain data; broken or missing files are a SettingError."""
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
+        values = yaml.load(here_or_ours(path).read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError as error:
         raise SettingError("config", str(path), f"No such file, seen from {Path.cwd()}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -33,7 +33,7 @@ from learning.device import choose_device, cpu_threads
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
 from learning.precision import compute_dtype
-from reporting.files import FINISHED, LOGS, sha256_of
+from reporting.files import FINISHED, LOGS, here_or_ours, sha256_of
 from running.folder import DRAWN, FOLDERS
 from running.parsing import parse_config
 
@@ -150,7 +150,8 @@ def named_files(config):
     named += code + [(setting, file) for setting, path in code for file in user_files(path)[1:]]
     data = Path(config.dataset)
     named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
-    return {(name, str(path)): sha256_of(path) for name, path in named if path and Path(path).is_file()}
+    found = [(name, path, here_or_ours(path)) for name, path in named if path]
+    return {(name, str(path)): sha256_of(file) for name, path, file in found if file.is_file()}
 
 
 def refuse_other_start(config, problems, model):

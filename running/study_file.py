@@ -12,7 +12,7 @@ from pathlib import Path
 
 from answers.formats import answer_format_named
 from errors import SettingError
-from reporting.files import read_yaml
+from reporting.files import here_or_ours, read_yaml
 from rewards import GRADINGS
 from running import grpo_config, sft_config
 from running.parsing import (
@@ -373,7 +373,7 @@ def _plan(file, base, start, arms, evaluations):
     tests = _tests(_made(Tests, file.tests or {}, "tests"), file.seeds)
     verdict = _verdict(file, names)
     try:
-        text = Path(file.text).read_text(encoding="utf-8")
+        text = here_or_ours(file.text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = f"cannot be read ({type(error).__name__})" if file.text else "is left out"
         what = (

@@ -20,8 +20,11 @@ from grpo_train import Config
 from problems.prompts import template_kwargs
 from problems.sources import load_problems
 from reporting import page
+from running.launching import named_files
 from running.parsing import REFUSED, combined, parse_config, parse_early, run_main, settings_from_file
 from running.settings import FIRST, TrainConfig, free_on_resume, names_with, resolved
+from running.sft_config import warm_start_settings
+from running.study_file import Options, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -787,3 +790,17 @@ def test_an_output_that_is_full_is_no_traceback(monkeypatch, capsys):
         parse_early(Config, None)
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith("grpo_train.py: the disk: No space left on device")
+
+
+def test_the_recipes_of_the_project_are_found_from_any_folder(tmp_path, monkeypatch):
+    """Run from elsewhere, a recipe was found by its whole path, and the warm start that it names was not."""
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(Config, ["--config", "configs/tiny.yaml", "--eval_problems", "8"])
+    start = warm_start_settings(config)
+    assert start.learning_rate == settings_from_file(sft_train.Config, config.warm_start)["learning_rate"]
+    assert {name for name, _ in named_files(config)} == {"warm_start"}
+    study = read_study("configs/study_tiny.yaml", Config, sft_train.Config, warm_start_settings, Options())
+    assert "An example of a study" in study.plan["text"]
+    Path("configs").mkdir()
+    Path("configs/tiny.yaml").write_text("num_steps: 7\n")
+    assert settings_from_file(Config, "configs/tiny.yaml") == {"num_steps": 7}, "one's own comes first"
