@@ -122,7 +122,8 @@ NOT_NUMBERS = (
     "5 milioni", "5 Tausend", "5 Dutzend", "5 douzaines", "5 docenas", "5 тысяч", "5 миллионов", "5만",
     "5천원",
     "5, ...", "5,…", "5 ...", "…5", "5 or higher", "5 eggs or under", "5 and over", "5 at least",
-    "5 eggs at most", "upwards of 5", "in excess of $5", "just shy of 5", "5 and change", "5 eggs and counting",
+    "5 eggs at most", "upwards of 5", "in excess of $5", "just shy of 5", "5 and change",
+    "5 eggs and counting",
     "5 and a bit", "anything but 5", "other than 5", "unlike 5", "5 or none", "5 or nothing", "5 or not",
 )  # fmt: skip
 
