@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,7 +299,7 @@ def scored_by_the_letter(small, rows):
     ("settings", "silent"),
     [
         (dict(beta=0.2, rollout_is="token", rollout_is_cap=1.2, mask_truncated_completions=True), 0),
-        (dict(loss_type="dapo", beta=0.2), 8),
+        (dict(loss_type="dapo", beta=0.2, micro_batch_tokens=60), 8),
         (dict(loss_type="dr_grpo"), 8),
     ],
 )
@@ -310,8 +311,9 @@ def test_two_passes_of_an_update_are_those_by_the_letter(tokenizer, prompts, set
     """
     how = dict(settings, learning_rate=0.02, epsilon=0.1, epsilon_high=0.2)
     one, two = (small_update(tokenizer, prompts, mu=mu, **how) for mu in (1, 2))
+    noise = torch.rand(one.rollout.logp.shape, generator=torch.Generator().manual_seed(0))
     for small in (one, two):
-        small.rollout.logp = small.rollout.logp - 0.3
+        small.rollout.logp = small.rollout.logp - noise
     config, rollout, advantages = two.config, one.rollout, one.advantages
     advantages[:silent] = 0.0
     mask = rollout.mask & (rollout.ended[:, None] | (not config.mask_truncated_completions))
@@ -422,6 +424,16 @@ def test_the_credit_of_listeners_by_hand():
     credit = listeners_credit(mix, torch.tensor([3.0, -1, -2]))
     assert credit.flatten().tolist() == [-0.5 - 2 + 1.5 * 3 / 2, 3 - 1 / 2, -0.5 - 0.5 * 2 / 2]
     assert not listeners_credit(torch.zeros(1, 4, 3, 3), torch.tensor([3.0, -1, -2])).any(), "nobody listens"
+
+
+def test_the_size_of_the_credit_is_that_over_the_tokens_which_count():
+    """The rows of truncated completions are masked, and neither their credit nor their advantage counts."""
+    mix = torch.tensor([[0, 1.0, 0], [0.5, 0, 0.5], [1, 0, 0]])[None, None]
+    rollout = SimpleNamespace(mix=mix)
+    learner = SimpleNamespace(sum_over_processes=lambda *sums: [float(one) for one in sums])
+    mask = torch.tensor([[True], [True], [False]])
+    size = grpo_train.credit_size(learner, rollout, torch.tensor([3.0, -1, -2]), mask, 2.0)
+    assert size == pytest.approx(2 * (0.25 + 2.5) / (3 + 1))  # |-0.5 - 2 + 2.25| and |3 - 0.5|
 
 
 def test_paths_that_all_hear_each_other_alike_give_no_credit_at_all():
