@@ -9,11 +9,12 @@ import torch
 import grpo_train
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling, rollout_uniforms
+from decoding.rollout import Completion, Interaction, Sampling, rollout_uniforms
 from decoding.step import draw
 from learning import inspection
 from learning.inspection import interaction_effect
 from learning.log_probs import Scorer
+from rewards import RewardLog
 from small_models import build_model
 from small_recipes import config_of
 from small_runs import command, lines
@@ -40,6 +41,34 @@ def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokeniz
     assert torch.equal(
         joined.mask.sum(-1), torch.cat([other.lengths[4:], rollout.lengths[4:8], other.lengths[:4]])
     )
+
+
+def test_groups_that_give_way_take_everything_of_theirs_along(tokenizer, prompts):
+    """Texts, rewards, each function's own values and what it logs: the old ones stood in the log beside the
+    new completions.
+    """
+    decoder, rollout = sampled(tokenizer, prompts[:3], 2, 6)
+    _, other = sampled(tokenizer, prompts[3:], 2, 6, seed=1)
+
+    def of(rollout, problems, name, retry):
+        rows = [f"{name}{n}" for n in range(2 * len(problems))]
+        completions = [Completion([], text, True) for text in rows]
+        log = RewardLog([{"column": text} for text in rows], {"seen": [name]})
+        parts = {"one": list(rows), "two": [text.upper() for text in rows]}
+        retries = [retry] * len(problems)
+        return grpo_train.Sampled([], problems, rollout, completions, retries, rows, parts, logged=log)
+
+    old, new = of(rollout, ["p", "q", "r"], "a", 0), of(other, ["s", "t"], "b", 1)
+    old.take_groups([2, 0], new, decoder.tables.pad_id)
+    rows = ["b2", "b3", "a2", "a3", "b0", "b1"]
+    assert old.problems == ["t", "q", "s"]
+    assert (old.texts, old.rewards, old.parts["one"]) == (rows, rows, rows)
+    assert old.parts["two"] == [text.upper() for text in rows]
+    assert [row["column"] for row in old.logged.rows] == rows
+    assert old.logged.metrics == {"seen": ["a", "b"]}
+    assert old.retries == [1, 0, 1]
+    assert old.left_out == [("r", ["a4", "a5"]), ("p", ["a0", "a1"])], "whose samples count in pass rates"
+    assert old.rollout.prompts == [prompts[4], prompts[1], prompts[3]]
 
 
 PAYS_SOME = """
