@@ -60,6 +60,29 @@ def test_differences_without_spread_have_a_p(value, p, tost_p):
     assert (found["p"], found["tost_p"]) == (p, tost_p)
 
 
+@pytest.mark.filterwarnings("error")
+def test_every_number_of_a_comparison_by_hand():
+    """Three seeds of four questions, whose means are 0.1, 0.2 and 0.3: 2 degrees of freedom."""
+    by_question = np.array([[0.0, 0.2, 0.1, 0.1], [0.4, 0.0, 0.3, 0.1], [0.3, 0.3, 0.2, 0.4]])
+    found, error = compared(by_question, margin=0.5), 0.1 / math.sqrt(3)
+    assert (found["seeds"], found["freedom"]) == (3, 2)
+    assert found["difference"] == pytest.approx(0.2)
+    assert found["deviation"] == pytest.approx(0.1), "of a sample"
+    assert found["difference_ci95"] == pytest.approx([0.2 - 4.302653 * error, 0.2 + 4.302653 * error])
+    assert found["difference_ci_tost"] == pytest.approx([0.2 - 2.919986 * error, 0.2 + 2.919986 * error])
+    assert (found["p"], found["tost_p"]) == (
+        pytest.approx(0.0742, abs=5e-5),
+        pytest.approx(0.01755, abs=1e-5),
+    )
+    shift = found["smallest_effect"] / error
+    assert power_by_sums(shift, 2, 4.302653) == pytest.approx(0.8, abs=1e-4)
+    assert found["bootstrap_ci95"] == list(crossed_bootstrap(by_question))
+    assert compared(by_question.mean(1), margin=0.5) == {
+        name: pytest.approx(value) for name, value in found.items() if name != "bootstrap_ci95"
+    }
+    assert compared([], margin=0.5) == {"seeds": 0, "difference": None}
+
+
 def test_differences_that_all_lie_on_the_margin_are_not_within_it():
     """0 / 0: not a p of 0."""
     assert tost(np.full(4, 0.5), 0.5) == tost(np.full(4, -0.5), 0.5) == 1.0
