@@ -1,11 +1,13 @@
 """The decoder against transformers' `generate` and a slow reference without cache, padding or batch."""
 
 import copy
+import itertools
 import math
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -467,6 +469,42 @@ def test_top_k_and_top_p_keep_what_they_say():
     assert keep_top(logits, 1, 1.0).exp().gt(0).tolist() == [[True, False, False, False]]
     assert keep_top(logits, 0, 0.6).exp().gt(0).sum() == 2
     assert torch.equal(keep_top(logits, 0, 1.0), logits)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (3, 1.0), (0, 0.3), (0, 0.8), (20, 0.9), (10**6, 0.5)]
+)
+def test_a_draw_is_of_the_top_that_was_asked_for(top_k, top_p):
+    """By sorting, in Python: evaluations with --top_p drew from everything, and no test saw it.
+
+    The nucleus is of what top_k has left, at the temperature, over the tokenizer's ids.
+    """
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)) * 2
+    real = torch.arange(256) < 150
+    u = torch.arange(0.01, 1, 0.07)
+    for row in logits.tolist():
+        weights = {i: math.exp(x / 0.7) for i, x in enumerate(row[:150])}
+        ranked = sorted(weights, key=weights.get, reverse=True)[: top_k or None]
+        total, mass, kept = sum(weights[i] for i in ranked), 0.0, []
+        for i in ranked:  # the smallest set of at least this mass
+            if mass < top_p * total:
+                kept.append(i)
+            mass += weights[i]
+        whole = sum(weights[i] for i in kept)
+        expected = []
+        for share in u.tolist():  # ids in their own order
+            ends = zip(sorted(kept), itertools.accumulate(weights[i] for i in sorted(kept)), strict=True)
+            expected.append(next(i for i, end in ends if end > share * whole))
+        rows = torch.tensor([row[:150] + [50.0] * 50]).repeat(len(u), 1)
+        tokens, logp, top = draw(rows, u, 0.7, real, top_k, top_p)
+        assert tokens.tolist() == expected
+        assert logp.tolist() == pytest.approx([math.log(weights[i] / whole) for i in expected], abs=1e-5)
+        assert top.tolist() == pytest.approx([max(row[:150])] * len(u))
+    rows = logits.repeat_interleave(2, 0)  # each row has a top of its own
+    padded = F.pad(rows, (0, 56), value=-1e30)
+    together = draw(rows, torch.full((6,), 0.6), 0.7, real, top_k, top_p)
+    alone = [draw(one[None], torch.tensor([0.6]), 0.7, real, top_k, top_p) for one in padded]
+    assert together[0].tolist() == [int(tokens) for tokens, *_ in alone]
 
 
 @pytest.mark.parametrize("delimiter", ["</reasoning>", "####", "\\boxed{", "aab", "</think>"])
