@@ -17,8 +17,9 @@ from decoding.decoder import GroupDecoder
 from decoding.engine import Sizes
 from decoding.fast_model import why_not
 from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
-from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
+from decoding.step import Rows, StepKind, _first_beyond, draw, keep_top, mix_step, sample_step
 from decoding.tokens import (
+    TokenTables,
     arithmetic_tokenizer,
     delimiter_automaton,
     eos_token_ids,
@@ -441,6 +442,42 @@ def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
         "float32 rounding may move a draw that lies on an edge"
     )
     assert torch.equal(draw(padded, None, 0.7, torch.nn.functional.pad(real, (0, 71)))[0], probs.argmax(-1))
+
+
+def test_a_row_that_is_finished_records_nothing_more_while_others_go_on():
+    """Its tokens are padding, which is EOS for many tokenizers: a row that the limit had cut off would have
+    ended after all, and been paid for stopping.
+    """
+    rows, T, eos = 4, 6, 3  # of ids 0 to 4; the delimiter is the id 4
+    next_state = torch.tensor([[0, 0, 0, 0, 1], [1, 1, 1, 1, 1]])
+    tables = TokenTables(5, eos, [eos], torch.arange(5) == eos, None, torch.arange(128) < 5, next_state)
+    likeliest = torch.tensor([2, 4, eos, 1])
+    state = Rows(*[None] * len(Rows._fields))._replace(
+        ids=torch.full((rows, T + 1), 7),
+        logp=torch.full((rows, T + 1), 7.0),
+        thinking=torch.ones(rows, T + 1, dtype=torch.bool),
+        t=torch.tensor([1, 2, 3, 4]),
+        state=torch.zeros(rows, dtype=torch.long),
+        ended=torch.zeros(rows, dtype=torch.bool),
+        finished=torch.tensor([False, False, False, True]),  # the last by the limit
+        logits=F.one_hot(likeliest, 128).float() * 3,
+    )
+    tokens, thinking, top = sample_step(
+        state, tables, 1.0, torch.tensor([2, 9, 9, 4]), StepKind(True, 0, 1.0, False)
+    )
+    assert tokens.tolist() == [2, 4, eos, eos]
+    assert thinking.tolist() == [True, False, False, False]
+    assert top.tolist() == [3.0] * 4
+    columns = torch.tensor([[1], [2], [3], [4]])
+    assert state.ids.gather(1, columns).flatten().tolist() == [2, 4, eos, eos]
+    logp = 3 - math.log(math.exp(3) + 4)
+    assert state.logp.gather(1, columns).flatten().tolist() == pytest.approx([logp, logp, logp, 0.0])
+    assert state.thinking.gather(1, columns).flatten().tolist() == [True, False, False, False]
+    assert (state.ids == 7).sum() == rows * T, "one token of each row"
+    assert state.t.tolist() == [2, 3, 4, 4]
+    assert state.state.tolist() == [0, 1, 0, 0]
+    assert state.ended.tolist() == [False, False, True, False]
+    assert state.finished.tolist() == [True, False, True, True]
 
 
 def test_a_draw_is_never_of_weight_zero_and_its_top_is_that_of_temperature_one():
