@@ -1,10 +1,19 @@
-"""What a user is told in one line; `status` is the exit status of a script that ends with the error."""
+"""What a user is told in one line; `status` is the exit status of a script that ends with the error.
+
+All modules of the project import this one first, and it asks at once whether the packages that they need are
+there: see `require_packages`.
+"""
 
 import os
 import re
 import signal
 import sys
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PYTHON = (3, 11)
 
 # What torch, the CPU's allocator, cuDNN and cuBLAS say where memory ran out
 NO_MEMORY = ("out of memory", "can't allocate memory", "mha_graph.execute", "ALLOC_FAILED", "NOT_INITIALIZED")
@@ -96,3 +105,49 @@ class Stopped(Exception):
 def is_out_of_memory(error):
     """Whether memory ran out. Beside torch, CUDA's libraries take memory too, and have words of their own."""
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
+
+
+def require_packages():
+    """End a script with one line where Python, or a package of requirements.txt, is missing or too old.
+
+    Elsewhere, in a notebook say, the line is that of an ImportError.
+    """
+    wrong = [f"{name}{bound} ({there or 'not'} there)" for name, bound, there in too_old("requirements.txt")]
+    if sys.version_info < PYTHON:
+        wrong.insert(0, f"Python>={'.'.join(map(str, PYTHON))} ({sys.version.split()[0]} there)")
+    if not wrong:
+        return
+    line = f"needs {', '.join(wrong)}: pip install -r {ROOT / 'requirements.txt'}"
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if script.resolve().parent not in (ROOT, ROOT / "reporting", ROOT / "benchmarks"):
+        raise ImportError(line)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        name = script.parent.name if script.stem == "__main__" else script.name
+        print(f"{name}: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def too_old(file):
+    """(name, bound, version or None) of the packages of a requirements file that are missing or too old.
+
+    What pip installed has no such file, and pip has seen to its packages.
+    """
+    text = (ROOT / file).read_text() if (ROOT / file).exists() else ""
+    found = []
+    for name, bound in re.findall(r"^([\w-]+)(?:\[.*\])?(>=[\d.]+)$", text, re.MULTILINE):
+        try:
+            there = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            there = None
+        by_hand = there is None and find_spec(name) is not None
+        if not by_hand and (there is None or _numbers(there) < _numbers(bound)):
+            found.append((name, bound, there))
+    return found
+
+
+def _numbers(version):
+    """2.13.0+cpu -> [2, 13, 0]"""
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
+
+
+require_packages()

@@ -2,13 +2,17 @@
 the training split. The test split is never read.
 
     python benchmarks/speedrun_tune.py --model DIR --data FOLDER [--minutes 5] [--only lr-5e-6 batch-32 ...]
+    python benchmarks/speedrun_tune.py --model DIR --data FOLDER --steps 345 --only cosine
 
 One process tries one variation after the other, so that loading and compiling are paid for once. GRPO gets
 the seconds that the minutes leave it: less --setup for loading, compiling and saving, less what the
 supervised start took, which is made once for each kind of start and kept in --work. What the first step takes
-longer than the second is set-up and does not count. A variation that the result file has already is not tried
-again, so that calls add up; --stop_after begins no further one after so many minutes. Accuracy: mean of 8
-samples at temperature 1, and greedy, on 512 questions.
+longer than the second is set-up and does not count. With --steps each variation trains for so many steps in
+the place of the minutes: for schedules that end with the last step, and for cards that others use too; only
+variations whose steps take as long as the recipe's are compared fairly so. A variation that the result file
+has already is not tried again, so that calls add up, and processes on several cards too; --stop_after begins
+no further one after so many minutes. Accuracy: mean of 8 samples at temperature 1, and greedy, on 512
+questions.
 """
 
 import argparse
@@ -57,6 +61,12 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "fp16": {"precision": "fp16"},
     "fp16-lr-3e-6": {"precision": "fp16", "learning_rate": 3e-6},
     "fp16-batch-32": {"precision": "fp16", "batch_size": 32},
+    "cosine": {"lr_scheduler_type": "cosine"},
+    "cosine-3e-6": {"lr_scheduler_type": "cosine", "learning_rate": 3e-6},
+    "cosine-5e-6": {"lr_scheduler_type": "cosine", "learning_rate": 5e-6},
+    "temperature-1.2": {"temperature": 1.2},
+    "batch-128-lr-4e-6": {"batch_size": 128, "learning_rate": 4e-6},
+    "beta2-0.99": {"adam_beta2": 0.99},
     "m3po": {"m3po_lambda": 0.1},
     "mu-2-clip-higher": {"mu": 2, "epsilon": 0.2, "epsilon_high": 0.28},
     "dr-grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
@@ -92,9 +102,10 @@ def parts(metrics):
 def config_of(args, settings, **given):
     """A variation's Config: the recipe's, with more steps than there is time for and as long a warm-up."""
     in_file = settings_from_file(grpo_train.Config, ROOT / args.recipe)
-    warmup = in_file.get("warmup_ratio", 0.0) * in_file["num_steps"] / MOST_STEPS
+    steps = args.steps or MOST_STEPS
+    warmup = in_file.get("warmup_ratio", 0.0) * in_file["num_steps"] / steps
     where = dict(model=args.model, dataset=str(args.work / "data"), seed=args.seed, eval_every=0)
-    where |= dict(max_wall_minutes=None, num_steps=MOST_STEPS, warmup_ratio=warmup)
+    where |= dict(max_wall_minutes=None, num_steps=steps, warmup_ratio=warmup)
     return grpo_train.Config(**combined(grpo_train.Config, in_file, {**where, **settings, **given}))
 
 
@@ -118,11 +129,13 @@ def try_out(args, name, loaded):
     settings = dict(SETTINGS[name])
     start, supervised = supervised_start(args, settings.pop("start", {}))
     left = 60 * args.minutes - args.setup - supervised
-    if left <= 0:
+    if left <= 0 and not args.steps:
         raise SystemExit(f"--minutes {args.minutes:g}: set-up and supervised start take {-left:.0f} s more")
     out = args.work / name
     where = dict(model=start, warm_start="none", output_dir=str(out), overwrite_output_dir=True)
-    config = config_of(args, settings, max_minutes=left / 60, **where)
+    config = config_of(args, settings, max_minutes=None if args.steps else left / 60, **where)
+    if not args.steps and config.lr_scheduler_type != "constant":
+        raise SystemExit(f"variation {name}: its learning rate falls to the last step: give --steps")
     how = dict(dataset=str(args.work / "data"), answer_format=config.answer_format, grading=config.grading)
     how |= dict(max_completion_length=config_of(args, {}).max_completion_length, steps=[config.num_steps])
     asked = [Evaluation("mean8", samples=8, **how), Evaluation("greedy", samples=1, temperature=0.0, **how)]
@@ -154,9 +167,9 @@ def tried_before(args):
     if not path.exists():
         return {}
     result = json.loads(path.read_text())
-    then = [result[key] for key in ("minutes", "seed", "questions", "recipe")]
-    if then != [args.minutes, args.seed, args.questions, recipe_lines(args)]:
-        raise SystemExit(f"{path.name} is of another recipe, seed or --minutes: give another --name")
+    then = [result[key] for key in ("minutes", "steps", "seed", "questions", "recipe")]
+    if then != [args.minutes, args.steps, args.seed, args.questions, recipe_lines(args)]:
+        raise SystemExit(f"{path.name} is of another recipe, seed or length: give another --name")
     found = {}
     for row in result["rows"]:
         if row["case"] != "all":
@@ -169,6 +182,7 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True, type=Path, help="folder with train.jsonl of GSM8K")
     parser.add_argument("--minutes", type=float, default=5.0, help="of the speedrun")
+    parser.add_argument("--steps", type=int, help="of each variation, in the place of the minutes")
     parser.add_argument(
         "--setup", type=float, default=60.0, help="seconds of it that go on loading and so on"
     )
@@ -199,11 +213,13 @@ def main():
 
 
 def write(args, found):
+    found = tried_before(args) | found  # another process may have written, too
     best_first = sorted(found, key=lambda name: -found[name].get("mean8", (0.0,))[0])
     rows = [("all", "configurations_tried", len(found), "configurations")]
     for name in best_first:
         rows += [(name, metric, value, unit) for metric, (value, unit) in found[name].items()]
-    more = dict(minutes=args.minutes, seed=args.seed, recipe=recipe_lines(args), questions=args.questions)
+    more = dict(minutes=args.minutes, steps=args.steps, seed=args.seed, questions=args.questions)
+    more["recipe"] = recipe_lines(args)
     more["settings"] = {name: SETTINGS[name] for name in best_first}
     write_results(args.name, rows, card_id=card_id(), **more)
 

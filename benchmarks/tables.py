@@ -252,7 +252,7 @@ def speedrun_tune():
     header = ["variation", "settings", "mean of 8 samples", "greedy", "steps", "dead groups"]
     header += ["sampled over trained"]
     note = f"{count} configurations tried, each once; {result['questions']} held-out training questions"
-    note += f", {result['minutes']:g} minutes"
+    note += f", {result['steps']} steps" if result.get("steps") else f", {result['minutes']:g} minutes"
     return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
 
 
@@ -577,12 +577,12 @@ SECOND_PARTS = {
 def study():
     """The verdict of the study in plain words, with its numbers and arms; before that, how far it is."""
     found = json.loads((RESULTS / "study_m3po" / "study.json").read_text())
-    link = "[study](studies/m3po_gsm8k.md)"
+    link, log = "[study](studies/m3po_gsm8k.md)", "[log](studies/m3po_gsm8k_log.md)"
     if not found["complete"]:
         there = Counter(run["seed"] for run in found["runs"] if run["arm"] in ARMS)
         whole = sum(count == len(ARMS) for count in there.values())
         return (
-            f"We do not know yet. A {link}, written down beforehand, is under way: {whole} of "
+            f"We do not know yet. A {link}, written down beforehand, is under way ({log}): {whole} of "
             f"{'' if found['look'] else 'at most '}{len(found['seeds'])} seeds are there, and no mean is "
             "looked at before the last."
         )
@@ -593,7 +593,7 @@ def study():
         f" On GSM8K, with Qwen2.5-Coder-0.5B and {first['seeds']} seeds, M3PO's share of right answers minus "
         f"GRPO's is {100 * first['difference']:+.1f} points (95% interval {low} to {high}, "
         f"p = {first['p']:.2g}; within one point: p = {first['tost_p']:.2g}); the {link} was written down "
-        "beforehand."
+        f"beforehand ({log})."
     )
     if verdict["words"] == "undecided":
         effect = 100 * first["smallest_effect"]

@@ -15,17 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from decoding.any_model import FAMILIES, known_family
+from decoding.building import why_no_kernels
 from decoding.rollout import pad_right, to_device
 from decoding.step import by_group, norm_shrink
 from decoding.tokens import whole_blocks
 
 kernels = None
 
-if torch.cuda.is_available():  # a torch without CUDA comes without triton
-    try:
-        from decoding import kernels
-    except ImportError:
-        pass  # `why_not` says so
+if why_no_kernels() is None:
+    from decoding import kernels
 
 PREFILL_TOKENS = 2**15  # tokens that go through the model at once; bounds memory
 CHUNK = 512  # tokens of each row that storage grows by, at most
@@ -176,7 +174,7 @@ def why_not(model):
     """Why the fast path cannot serve this model, or None."""
     config = model.config.get_text_config()
     if model.device.type == "cuda" and kernels is None:
-        return "triton is not installed"
+        return why_no_kernels()
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type}; it knows {', '.join(FAMILIES)}"
     if not known_family(config):

@@ -158,7 +158,7 @@ def rollout_uniforms(seed, step, retry, rows, length):
     A function of (seed, step, retry) and the length; fewer rows are the first ones of more.
     """
     generator = torch.Generator().manual_seed(
-        int(np.random.SeedSequence((seed, step, retry)).generate_state(1, np.uint64)[0] >> 1)
+        int(np.random.SeedSequence((seed, step, retry)).generate_state(1, np.uint64)[0]) >> 1
     )
     return torch.rand(rows, length, generator=generator)
 

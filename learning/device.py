@@ -1,6 +1,9 @@
 """Which device computes: CUDA, a Mac's GPU (mps) where it passes a self-test, else the CPU."""
 
 import functools
+import os
+import shutil
+from pathlib import Path
 
 import torch
 
@@ -15,16 +18,36 @@ CLOSE = 1e-3  # log-probs and gradients of the tiny model on two devices, in flo
 
 @functools.cache
 def choose_device():
-    """The torch.device of this process; one line says why it is not the mps that there is."""
+    """The torch.device of this process; one line says why it is not the GPU that there is."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if not torch.backends.mps.is_available():
+        if has_nvidia_card():
+            say(f"note: torch cannot use the NVIDIA card that is here ({why_no_cuda()}): the CPU computes")
         return torch.device("cpu")
     fault = fault_of(torch.device("mps"))
     if fault is None:
         return torch.device("mps")
     say(f"mps does not pass the self-test ({fault}): the CPU computes")
     return torch.device("cpu")
+
+
+def has_nvidia_card():
+    """Whether there is a card that nobody has hidden, whatever torch thinks of it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+def why_no_cuda():
+    """Why torch finds no CUDA device, in a few words."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install one that is built with it"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # a driver that is too old, say
+        return one_line(error, 150)
+    return "it finds no device"
 
 
 def cpu_threads(config, device):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
+from decoding.building import why_no_kernels
 from decoding.controls import controlled, directions, mean_embedding
 from decoding.rollout import to_device
 from decoding.self_test import probe_rollout
@@ -21,13 +22,10 @@ from learning.packing import FLASH, attend_packed, do_not_pack, is_packed, pack
 from learning.precision import compute_dtype
 from m3po_module import blend
 
-head_kernels = None
+head_kernels = None  # the formulas below do the same
 
-if torch.cuda.is_available():  # a torch without CUDA comes without triton
-    try:
-        from learning import head_kernels
-    except ImportError:
-        pass  # the formulas below do the same
+if why_no_kernels() is None:
+    from learning import head_kernels
 
 
 class Head(NamedTuple):
@@ -182,11 +180,12 @@ class Scorer(nn.Module):
 def make_scorer(model, tables, config):
     """The Scorer of a model that from now on only scores rollouts; its rows are packed where they can be.
 
-    Compiled on CUDA unless the settings say otherwise.
+    Compiled on CUDA unless the settings say otherwise, or what compiling needs is missing.
     """
     dtype = compute_dtype(config.precision, model.device)
     remark = pack_rows(Scorer(model, tables, dtype))
-    scorer = Scorer(model, tables, dtype, compiled=config.torch_compile and model.device.type == "cuda")
+    compiled = config.torch_compile and model.device.type == "cuda" and why_no_kernels() is None
+    scorer = Scorer(model, tables, dtype, compiled=compiled)
     scorer.remark = remark
     return scorer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
-from errors import SettingError
+from errors import SettingError, too_old
 from problems.prompts import Prompting, system_prompt_text
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
@@ -466,9 +466,15 @@ def check_one_of(config, name, values):
 
 
 def needs_package(config, name, needed, package, otherwise):
-    """Refuse a setting whose package is missing; `otherwise` is the value that does without it."""
-    if needed and find_spec(package) is None:
-        remedy = f"needs a package: pip install {package}, or say --{name} {otherwise}"
+    """Refuse a setting whose package is missing or too old; `otherwise` is the value that does without it."""
+    if not needed:
+        return
+    what = "a package" if find_spec(package) is None else ""
+    for it, bound, there in too_old("requirements-dev.txt"):
+        if it == package and there is not None:
+            what, package = f"{package}{bound} ({there} there)", f"-U {package}"
+    if what:
+        remedy = f"needs {what}: pip install {package}, or say --{name} {otherwise}"
         raise SettingError(name, getattr(config, name), remedy)
 
 

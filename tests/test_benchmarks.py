@@ -137,6 +137,17 @@ def test_the_first_screen_says_what_the_study_found(gains, sentence, benchmark_m
 
 
 @pytest.mark.usefixtures("without_pages")
+def test_the_kept_study_is_made_of_the_runs_that_are_kept_with_it(tmp_path):
+    """They stood in no commit for a while: a pattern of .gitignore hid them, and study.json stood alone."""
+    kept = ROOT / "benchmarks" / "results" / "study_m3po"
+    shutil.copytree(kept, tmp_path / "study")
+    (tmp_path / "study" / "study.json").unlink()
+    write_study(tmp_path / "study")
+    made, said = (json.loads((folder / "study.json").read_text()) for folder in (tmp_path / "study", kept))
+    assert made == said
+
+
+@pytest.mark.usefixtures("without_pages")
 def test_before_a_study_is_whole_the_first_screen_counts_its_seeds(benchmark_module, tmp_path, monkeypatch):
     tables = benchmark_module("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)

@@ -191,7 +191,7 @@ def test_a_group_of_a_control_is_the_same_alone_and_among_others(llama, tokenize
 def test_a_decoder_that_goes_from_control_to_control_samples_as_a_new_one(
     llama, tokenizer, prompts, order, made
 ):
-    """Seeds of a study stopped at `own`, whose storage was that of the arm before it, where it had no room."""
+    """Seeds of a study stopped at `own`: the storage of the arm before it had no room for what it hears."""
     decoder = decoder_of(llama, tokenizer, order[0])
     decoder.hear_strangers(some_strangers())
     for control in order:

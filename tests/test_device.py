@@ -1,8 +1,14 @@
 """Which device computes. There is no Mac here: its GPU is simulated."""
 
+import re
+import subprocess
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
+from decoding.building import why_no_kernels
 from learning import device
 from learning.precision import compute_dtype
 
@@ -35,6 +41,7 @@ def test_without_mps_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(device, "fault_of", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device.choose_device.__wrapped__() == torch.device("cpu")
 
 
@@ -58,3 +65,64 @@ def test_the_self_test_passes_what_computes_as_the_cpu_and_names_what_does_not(m
     for name in other:
         monkeypatch.setattr(device, "_tried", differs(name))
         assert device.fault_of(cpu) == f"other {name} than on the CPU"
+
+
+def test_a_card_that_torch_cannot_use_is_told_of(chosen, monkeypatch, capsys):
+    """A torch without CUDA trained on the CPU of a machine with cards, and said nothing of them."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert chosen() == torch.device("cpu")
+    said = capsys.readouterr().out
+    assert said.startswith("note: torch cannot use the NVIDIA card that is here (torch ")
+    assert "is built without CUDA: install one that is built with it): the CPU computes" in said
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: 1 / 0)
+    chosen()
+    assert "(division by zero): the CPU computes" in capsys.readouterr().out
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        chosen()
+        assert capsys.readouterr().out == ""
+
+
+class Broken(ModuleType):
+    """triton.runtime, whose driver raises where it is built."""
+
+    @property
+    def driver(self):
+        return self
+
+    @property
+    def active(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            RuntimeError("Failed to find C compiler.\nPlease specify"),
+            "or set CC: Failed to find C comp",
+        ),
+        (subprocess.CalledProcessError(1, ["gcc", "m.c"]), r"Python's headers, .*\['gcc', 'm.c'\]"),
+        (PermissionError(13, "Permission denied", "/root/.triton"), "Permission denied"),
+        (None, "^triton is not installed$"),
+    ],
+)
+def test_a_machine_that_builds_no_kernels_takes_the_plain_path_and_says_why(error, why, monkeypatch):
+    """An image without gcc ended in a traceback through torch's compiler. The card is simulated."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake = Broken("triton.runtime") if error else None
+    if error:
+        fake.error = error
+    monkeypatch.setitem(sys.modules, "triton", fake and ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", fake)
+    assert re.search(why, why_no_kernels.__wrapped__())
+
+
+def test_without_cuda_nothing_is_built(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert why_no_kernels.__wrapped__() == "no CUDA"

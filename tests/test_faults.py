@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import errors
 import grpo_train
 from answers import user_files
 from decoding.decoder import GroupDecoder
-from errors import DataError, RunError, SettingError, end_on_interrupt
+from errors import DataError, RunError, SettingError, end_on_interrupt, require_packages, too_old
 from running import parsing
 from running.parsing import parse_config, run_main
 from small_faults import settings_of
@@ -229,6 +230,71 @@ def test_ctrl_c_while_python_imports_is_one_line(script, tmp_path):
     )
     assert (done.returncode, done.stderr) == (130, f"{script}: stopped by SIGINT while it was loading\n")
     assert done.stdout.count("\n") == 1, "something is said before torch is there"
+
+
+OLD = {"transformers": "4.57.1", "numpy": "1.26.4.dev0+local"}
+NEEDS = f"needs transformers>=5.17 (4.57.1 there): pip install -r {ROOT / 'requirements.txt'}"
+
+
+@pytest.fixture
+def old_packages(tmp_path):
+    """The environment of a Python that says it has them, and no torch that could be imported."""
+    for name, version in OLD.items():
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "torch.py").write_text("raise SystemExit('it was imported')\n")
+    return os.environ | {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("words", ["grpo_train.py", "grpo_eval.py --help", "grpo_study.py", "-m reporting"])
+def test_a_package_that_is_too_old_is_one_line_before_it_is_imported(words, old_packages):
+    """It was `cannot import name 'PreTrainedConfig' from 'transformers'`, below a traceback."""
+    how = dict(cwd=ROOT, env=old_packages, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *words.split()], **how)
+    name = words.split()[-1 if "-m" in words else 0]
+    assert (done.returncode, done.stderr) == (2, f"{name}: {NEEDS}\n")
+
+
+def test_a_notebook_is_told_by_an_import_error(old_packages):
+    how = dict(cwd=ROOT, env=old_packages, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", "from solver import load_solver"], **how)
+    assert done.stderr.splitlines()[-1] == f"ImportError: {NEEDS}"
+
+
+def test_packages_are_missing_too_old_or_there(monkeypatch):
+    there = {"torch": "2.13.0+cpu", "numpy": "2.0rc1", "tqdm": "4.9", "scipy": "1.11"}
+
+    def version(name):
+        if name not in there:
+            raise errors.metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(errors.metadata, "version", version)
+    monkeypatch.setattr(errors, "find_spec", lambda name: "by hand" if name == "accelerate" else None)
+    found = {name: there for name, _, there in too_old("requirements.txt")}
+    assert found["tqdm"] == "4.9", "4.9 comes before 4.66"
+    assert found["transformers"] is None
+    assert not found.keys() & {"torch", "numpy", "scipy", "accelerate"}
+    with pytest.raises(
+        ImportError, match=r"^needs transformers>=5.17 \(not there\), datasets>=4.0 \(not there"
+    ):
+        require_packages()
+    monkeypatch.setattr(errors, "too_old", lambda file: [])
+    monkeypatch.setattr(errors.sys, "version_info", (3, 10, 4))
+    with pytest.raises(ImportError, match=r"^needs Python>=3.11 \(.* there\)"):
+        require_packages()
+
+
+def test_a_setting_whose_package_is_too_old_is_refused(monkeypatch):
+    """peft 0.17 cannot be imported beside transformers 5, and 0.18 not read an adapter."""
+    version = errors.metadata.version
+    monkeypatch.setattr(
+        errors.metadata, "version", lambda name: "0.17.1" if name == "peft" else version(name)
+    )
+    words = r"lora_r=4: needs peft>=0.19 \(0.17.1 there\): pip install -U peft, or say --lora_r 0"
+    with pytest.raises(SettingError, match=words):
+        grpo_train.Config(lora_r=4)
 
 
 def test_ctrl_c_is_an_interrupt_again_when_a_script_has_begun(monkeypatch):

@@ -1,6 +1,7 @@
 """What only a GPU can show: kernels, captured steps, bf16, and a run resumed on the card. `pytest -m gpu`"""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -656,6 +657,31 @@ def test_a_control_in_captured_steps_is_that_of_plain_ones_and_is_scored_as_it_w
     assert torch.allclose(logp, fast.logp, atol=1e-3)
 
 
+@torch.no_grad()
+def test_one_decoder_with_captured_steps_goes_from_control_to_control(tokenizer, prompts):
+    """As in a study: an arm after an arm, with longer evaluations between them, in any order."""
+    model, N = build_model("llama", tokenizer).cuda(), 4 * len(prompts)
+
+    def decoder_of(control):
+        decoder = GroupDecoder(model, tokenizer, "e", Interaction(0.3, control=control), compiled=False)
+        decoder.hear_strangers(Strangers.of([[7, 8, 9], [20, 21], [30] * 9], 32))
+        return decoder
+
+    def rollout(decoder, length=T):
+        draws = dict(uniforms=rollout_uniforms(0, 0, 0, N, length), keys=row_keys(0, 0, 0, N))
+        return decoder.rollout(prompts, Sampling(length, 4, 1.0), **draws)
+
+    held, order = decoder_of("none"), ("none", "own", "noise", "own", "scaled_mean", "none", "strangers")
+    for n, control in enumerate(order):
+        held.interact_as(Interaction(0.3, control=control))
+        ours, theirs = rollout(held), rollout(decoder_of(control))
+        assert torch.equal(ours.ids, theirs.ids), control
+        for name in ("logp", "mix", "scale", "heard_ids", "heard_probs"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert a is b is None or torch.equal(a, b), f"{name} of {control}"
+        rollout(held, length=T + 9 * n)
+
+
 def test_the_predicted_peak_is_within_a_tenth_of_that_of_steps_that_reach_the_limit(
     tokenizer, prompts, monkeypatch
 ):
@@ -756,3 +782,15 @@ def test_a_run_in_fp16_scales_its_loss_and_scores_what_it_sampled(more, tmp_path
         assert all(("loss_scale" in m) == (precision == "fp16") for m in metrics)
         assert sum("skipped" in m for m in metrics) <= 3, metrics
     assert means["fp16"] < means["bf16"] / 2
+
+
+def test_without_a_c_compiler_a_run_goes_on_without_kernels_and_says_so_in_one_line(tmp_path):
+    (tmp_path / "pays.py").write_text(PAYS)
+    words = [sys.executable, "grpo_train.py", *FLAGS.split(), f"--reward={tmp_path}/pays.py:pays"]
+    env = os.environ | {"CC": "/bin/false", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    how = dict(cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([*words, f"--output_dir={tmp_path / 'run'}"], **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if "Triton builds no kernels: install gcc" in line]
+    assert len(said) == 1
+    assert said[0].startswith("decoder: the plain path, which is slower (")

@@ -105,7 +105,7 @@ def tune(benchmark_module):  # noqa: F811
 
 def tune_options(tmp_path, **more):
     how = dict(model="m", work=tmp_path, seed=1, recipe="configs/speedrun.yaml", minutes=5.0, name="tune")
-    how |= dict(questions=512)
+    how |= dict(questions=512, steps=None)
     return SimpleNamespace(**{**how, **more})
 
 
@@ -127,6 +127,14 @@ def test_the_warm_up_of_a_variation_is_as_long_as_the_recipe_s(tune, tmp_path):
     config = tune.config_of(tune_options(tmp_path), {})
     steps = recipe["warmup_ratio"] * recipe["num_steps"]
     assert config.warmup_ratio * config.num_steps == pytest.approx(steps) == pytest.approx(8)
+    config = tune.config_of(tune_options(tmp_path, steps=345), {"lr_scheduler_type": "cosine"})
+    assert (config.num_steps, config.warmup_ratio * 345) == (345, pytest.approx(8))
+
+
+def test_a_falling_learning_rate_needs_the_step_that_it_ends_with(tune, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "supervised_start", lambda args, settings: ("m", 20.0))
+    with pytest.raises(SystemExit, match="variation cosine: its learning rate falls to the last step"):
+        tune.try_out(tune_options(tmp_path, setup=60.0), "cosine", None)
 
 
 def test_the_set_up_of_the_first_step_does_not_count(tune, tmp_path):
@@ -150,12 +158,14 @@ def test_variations_of_several_calls_add_up_and_those_of_another_recipe_do_not(t
     first = {"recipe": {"mean8": (0.3, "accuracy")}, "kl": {"failed": ("diverged", "")}}
     tune.write(args, first)
     assert tune.tried_before(args) == first
-    tune.write(args, tune.tried_before(args) | {"g-4": {"mean8": (0.4, "accuracy")}})
+    tune.write(args, {"g-4": {"mean8": (0.4, "accuracy")}})  # as another process does
     rows = json.loads((tmp_path / "tune.json").read_text())["rows"]
     assert rows[0]["value"] == 3
     assert [row["case"] for row in rows[1:]] == ["g-4", "recipe", "kl"], "the best first"
-    with pytest.raises(SystemExit, match="is of another recipe, seed or --minutes"):
+    with pytest.raises(SystemExit, match="is of another recipe, seed or length"):
         tune.tried_before(tune_options(tmp_path, minutes=3.0))
+    with pytest.raises(SystemExit, match="is of another recipe, seed or length"):
+        tune.tried_before(tune_options(tmp_path, steps=345))
 
 
 # By pass rate against uniform
@@ -365,6 +375,10 @@ def test_variations_and_pass_rates_are_tried_on_held_out_questions(small_recipe)
     warm.write_text(warm.read_text().replace("num_steps: 100", "num_steps: 10"))
     words = "--minutes 0.6 --setup 10 --only recipe pass-rate --seed 1 --questions 16".split()
     found = benchmark("speedrun_tune.py", small_recipe, *words)
+    steps = benchmark(
+        "speedrun_tune.py", small_recipe, *"--steps 3 --only cosine --questions 16 --name in_steps".split()
+    )
+    assert steps["cosine", "steps"] == 3
     assert found["all", "configurations_tried"] == 2
     assert {case for case, metric in found if metric == "mean8"} == {"recipe", "pass-rate"}
     found = benchmark(
