@@ -56,7 +56,7 @@ def test_the_prior_is_worth_what_the_spread_of_the_rates_says(a, b):
 
 
 def test_the_prior_is_worth_a_ninth_of_a_sample_at_least_and_19_at_most():
-    """Problems that are always or never solved, and problems that are all alike: correlations 1 and below 0."""
+    """Problems that are always or never solved have a correlation of 1, and all alike one below 0."""
     assert prior_worth(np.array([0, 4] * 10), 4) == pytest.approx(1 / 9)
     assert prior_worth(np.array([2] * 20), 4) == pytest.approx(19)
 
