@@ -1,7 +1,9 @@
 """Dynamic sampling: groups without a signal give way to fresh problems."""
 
+import contextlib
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +71,42 @@ def test_groups_that_give_way_take_everything_of_theirs_along(tokenizer, prompts
     assert old.retries == [1, 0, 1]
     assert old.left_out == [("r", ["a4", "a5"]), ("p", ["a0", "a1"])], "whose samples count in pass rates"
     assert old.rollout.prompts == [prompts[4], prompts[1], prompts[3]]
+
+
+def test_silent_groups_give_way_on_every_process_until_none_is_left(monkeypatch):
+    """The second of two processes, with groups 2 and 3 of four: it scores its own alone, and stops with the
+    other one as soon as all groups carry a signal.
+    """
+    others = iter([[1.0, 0, 1, 1], [1.0, 0, 1, 0]])  # rewards of the first process, after each rollout
+    fresh, asked, taken = iter("abc"), [], []
+    run = SimpleNamespace(
+        config=SimpleNamespace(dynamic_sampling=5, num_generations=2),
+        progress=SimpleNamespace(step=3),
+        local_groups=range(2, 4),
+        timed=lambda name: contextlib.nullcontext(),
+    )
+    sampled = SimpleNamespace(batch=["p", "q", "r", "s"], rewards=[0.0, 0, 1, 0])
+
+    def take_groups(groups, new, pad_id):
+        taken.append((groups, new, pad_id))
+        sampled.rewards[:2] = [0.0, 1.0]
+
+    def sample(run, decoder, batch, step, groups, retry):
+        asked.append((list(batch), step, groups, retry))
+        return "new" if groups else None
+
+    sampled.take_groups = take_groups
+    monkeypatch.setattr(grpo_train, "next_problems", lambda p, n, run: [next(fresh) for _ in range(n)])
+    monkeypatch.setattr(grpo_train, "sample", sample)
+    monkeypatch.setattr(grpo_train, "_score_rows", lambda *_, **__: None)
+    monkeypatch.setattr(grpo_train, "gather_object", lambda own: next(others) + own)
+    decoder = SimpleNamespace(tables=SimpleNamespace(pad_id=9))
+    rewards = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 0])
+    rewards, metrics = grpo_train.replace_silent_groups(run, decoder, [], [], sampled, rewards)
+    assert asked == [(["p", "a", "b", "s"], 3, [2], 1), (["p", "c", "b", "s"], 3, [], 2)]
+    assert taken == [([0], "new", 9)]
+    assert rewards.tolist() == [1, 0, 1, 0, 0, 1, 1, 0]
+    assert metrics == {"extra_rollouts": 2, "replaced_groups": 3}
 
 
 PAYS_SOME = """
