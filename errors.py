@@ -39,6 +39,12 @@ def raise_on_interrupt():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def show_all_letters():
+    """Print letters that the locale lacks, of a Chinese answer, say, by their numbers, and not an error."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def is_path(name):
     """Whether a name of a model or a data set can only be a path, since no hub id looks like it."""
     return not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name))
@@ -94,6 +100,9 @@ class SharedError(RuntimeError):
         self.status = status
 
 
+FORESEEN = (SettingError, DataError, RunError, RewardError, SharedError)  # any other is the program's fault
+
+
 class Interrupted(Exception):
     """The run was asked to end while rows were being decoded; only their unfinished completions are lost."""
 
@@ -132,7 +141,7 @@ def too_old(file):
 
     What pip installed has no such file, and pip has seen to its packages.
     """
-    text = (ROOT / file).read_text() if (ROOT / file).exists() else ""
+    text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
     found = []
     for name, bound in re.findall(r"^([\w-]+)(?:\[.*\])?(>=[\d.]+)$", text, re.MULTILINE):
         try:

@@ -28,14 +28,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 import grpo_train
 import sft_train
-from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError, one_line
+from answers.user_files import code_of, forget_files
+from errors import (
+    FORESEEN,
+    NoRoomError,
+    NotFiniteError,
+    RewardError,
+    RunError,
+    SettingError,
+    is_out_of_memory,
+    one_line,
+)
 from problems.prompts import problems_of
 from reporting.files import FINISHED, MODEL_FILES, read_metrics, read_run_config
 from reporting.study import told, write_study
@@ -63,6 +74,8 @@ class Bench:
     options: Options
     loaded: Loaded
     end: float  # of the time that was given, by time.monotonic()
+    failed: list = field(default_factory=list)  # (seed, arm) of runs that an unexpected error ended
+    failed_last: bool = False  # whether the last run was one of them
 
     def minutes_left(self):
         """For stop_after: None where there is no limit. Ends the script where the time is over."""
@@ -83,7 +96,10 @@ def say(text):
 
 
 def make_seed(bench, seed):
-    """Its start, then each of its runs that is not finished; False where another process works on it."""
+    """Its start, then each of its runs that is not finished; False where another process works on it.
+
+    A run that an unexpected error ends is no result: it is left for the next time, unless two in a row fail.
+    """
     study = bench.study
     held = lock(study, seed)
     if held is None:
@@ -96,9 +112,36 @@ def make_seed(bench, seed):
         arms = study.unfinished(seed)
         for i, arm in enumerate(arms, 1):
             say(f"seed {seed}, arm {arm}: {i} of {len(arms)} runs that this seed still needs")
-            make_run(bench, seed, arm, start, note)
-        shutil.rmtree(study.folder / "starts" / str(seed), ignore_errors=True)
+            try:
+                make_run(bench, seed, arm, start, note)
+                bench.failed_last = False
+            except Exception as error:
+                go_on_without(bench, seed, arm, error)
+        if not study.unfinished(seed):
+            shutil.rmtree(study.folder / "starts" / str(seed), ignore_errors=True)
     return True
+
+
+def go_on_without(bench, seed, arm, error):
+    """Note a run that an error ended which nobody foresaw; raises one that would meet the other runs too.
+
+    That is one that a user can mend, one of the machine's, and the second in a row.
+    """
+    if isinstance(error, (*FORESEEN, OSError, MemoryError)) or is_out_of_memory(error):
+        raise error
+    reason = f"{type(error).__name__}: {one_line(error)}"
+    note = bench.study.run_folder(seed, arm) / "run.json"
+    if note.exists():
+        write_json(note, read_json(note) | {"status": "failed", "reason": reason})
+    line = f"arm {arm} of seed {seed} failed, which is no result: {reason}"
+    if bench.failed_last:
+        say(f"{line}; so did the run before it, and the study stops")
+        raise error
+    traceback.print_exception(error)
+    say(f"{line}; the other runs go on")
+    bench.failed.append((seed, arm))
+    bench.failed_last = True
+    bench.loaded = Loaded()  # what the error left there is not used again
 
 
 def make_start(bench, seed):
@@ -169,6 +212,7 @@ def make_run(bench, seed, arm, start, start_note):
     goes_on = goes_on and read_run_config(folder).get("model") == start
     if not goes_on:
         shutil.rmtree(folder, ignore_errors=True)
+    forget_files([path for config in study.configs.values() for _, path in code_of(config)])
     earlier, started = read_note(folder)["seconds"], time.perf_counter()
     unfinished = note | {"status": "running", "step": 0, "seconds": earlier, "reason": None}
     write_json(folder / "run.json", unfinished)
@@ -239,19 +283,22 @@ def conclude(folder, note, status, step, seconds, reason=None):
 
 def make_all(bench, cards):
     """Every run that is still to be made, then the results; with several cards in processes of their own."""
-    study, others = bench.study, set()
+    study, left = bench.study, set()  # seeds of other processes, and of runs that failed
     if WORKER not in os.environ and not any(map(study.unfinished, study.seeds)):
         return write_results(study.folder)  # a kill may have come before them
-    while seeds := [s for s in study.seeds if s not in others and study.unfinished(s)]:
+    while seeds := [s for s in study.seeds if s not in left and study.unfinished(s)]:
         if cards > 1:
             run_on_cards(bench, cards)
-            others = {s for s in study.seeds if study.unfinished(s)}  # they are left to other processes
+            left = {s for s in study.seeds if study.unfinished(s)}
         else:
-            others |= {seed for seed in seeds if not make_seed(bench, seed)}
+            left |= {seed for seed in seeds if not make_seed(bench, seed) or study.unfinished(seed)}
         if WORKER not in os.environ:
             write_results(study.folder)  # after it there may be more seeds to run
-    if others:
+    if others := left - {seed for seed, _ in bench.failed}:
         say(f"seeds {sorted(others)} are being run elsewhere; the same command goes on when they are done")
+    if bench.failed:
+        runs = ", ".join(f"{arm} of seed {seed}" for seed, arm in bench.failed)
+        raise RunError(f"runs that failed are missing: {runs}; the same command tries them again")
 
 
 def write_results(folder):
@@ -282,6 +329,8 @@ def run_on_cards(bench, cards):
     for name, handler in before.items():
         signal.signal(getattr(signal, name), handler)
     failed = next((status for status in statuses if status), 0)
+    if failed == 1:
+        write_results(bench.study.folder)  # other runs went on
     if failed:
         sys.exit(failed if failed > 0 else 128 - failed)
 

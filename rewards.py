@@ -245,7 +245,8 @@ REWARD_SETS = {
 def load_reward(spec):
     """`FILE.py:function` or `FILE.py:function=weight` -> (function, weight); sys.path stays as it is.
 
-    The file runs once a process, however many of its functions are asked for, and again after it has changed.
+    The file runs once a process, in a study once a run, however many of its functions are asked for, and
+    again after it has changed.
     """
     path, _, rest = spec.rpartition(":")
     name, equals, weight = rest.partition("=")

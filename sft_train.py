@@ -149,7 +149,7 @@ def warm_start(config, run):
             made_with = {name: value for name, value in everything.items() if name not in free}
             read = read_inputs(settings, problems_of(settings, responses=True))
             if note.exists():
-                noted = without_switches(Config, json.loads(note.read_text()))
+                noted = without_switches(Config, json.loads(note.read_text(encoding="utf-8")))
                 is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
             made_with |= read
             if not is_whole and cache is not None:

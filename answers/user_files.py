@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def named_in_file(path, name):
     """What a file calls `name`, None where it has nothing of that name; sys.path stays as it is.
 
-    The file runs once a process, however much of it is asked for, and again after it has changed. ValueError
-    where there is no such file, and where it does not import.
+    The file runs once a process, however much of it is asked for, and again after it has changed, or was
+    forgotten. ValueError where there is no such file, and where it does not import.
     """
     if not os.path.isfile(path):
         raise ValueError(f"{f'{path}:{name}'!r}: there is no file {path}")
@@ -38,7 +38,7 @@ def in_their_process():
     """Around the user's code: what it changes of the process it finds again, and the run does not.
 
     That is the working directory, in which a run may have its folder, and torch's default dtype and device,
-    and its threads.
+    its threads, and whether it takes gradients.
     """
     ours = _process()
     _change_process(ours, _theirs)
@@ -53,7 +53,9 @@ def in_their_process():
 
 
 _theirs = {}  # what the user's code has changed of the process
-AT_FIRST = {"dtype": "float32", "device": "cpu"}  # of a torch that the user's code loads
+_folders = set()  # that its files have put into sys.path
+# of a torch that the user's code loads
+AT_FIRST = {"dtype": "float32", "device": "cpu", "gradients": True}
 
 
 def _process():
@@ -62,6 +64,7 @@ def _process():
         made["dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
         made["device"] = str(torch.get_default_device())
         made["threads"] = torch.get_num_threads()
+        made["gradients"] = torch.is_grad_enabled()
     return made
 
 
@@ -72,10 +75,27 @@ def _change_process(now, wanted):
         "dtype": lambda name: torch.set_default_dtype(getattr(torch, name)),
         "device": lambda name: torch.set_default_device(None if name == "cpu" else name),
         "threads": lambda count: torch.set_num_threads(count),
+        "gradients": lambda are_taken: torch.set_grad_enabled(are_taken),
     }
     for key, value in wanted.items():
         if now.get(key) != value:
             change[key](value)
+
+
+def forget_files(paths):
+    """Let files of the user's run anew when they are next asked for, and modules of their folders with them.
+
+    What they remember, and what they have changed of the process, is of an earlier run, and where another
+    folder has a module of the same name, they would be given that.
+    """
+    files = {str(file) for path in paths for file in user_files(path)}
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)) in files:
+            del sys.modules[name]
+    sys.path[:] = [folder for folder in sys.path if folder not in _folders]
+    _folders.clear()
+    _module_of.cache_clear()
+    _theirs.clear()
 
 
 def code_of(config):
@@ -159,9 +179,12 @@ def _module_of(path, changed_at, size):
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses of the file look themselves up
+    before = set(sys.path)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[spec.name]
         raise
+    finally:
+        _folders.update({*sys.path} - before)
     return module

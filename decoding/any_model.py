@@ -122,7 +122,7 @@ class PlainBackbone:
     def reclaim_weights(self):
         pass
 
-    def forget(self):
+    def forget(self, limit):
         pass  # a prefill begins a cache of its own
 
     def reserve(self, rows, slots, prompt, length):

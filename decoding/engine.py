@@ -218,11 +218,12 @@ class Engine:
             paths = sampling.num_generations
             self.row_of_path = self.row_of_path[:slots, :paths]
             self.mix = self.mix[:slots, :, :paths, :paths]
-        self.backbone.forget()
+        self.backbone.forget(sampling.max_new_tokens)
         rows = self.rows
         torch.arange(len(rows.cache_row), out=rows.cache_row)
         self.earlier_mix = []
-        for tensor in (rows.t, rows.slot, rows.path, rows.input_change, rows.scale, self.mix):
+        recorded = (rows.input_change, rows.scale, rows.heard_ids, rows.heard_probs)  # not of a last token
+        for tensor in (rows.t, rows.slot, rows.path, *recorded, self.mix):
             tensor.zero_()
         rows.finished.fill_(True)
         self.temperature.fill_(sampling.temperature or 1.0)

@@ -189,6 +189,11 @@ def why_not(model):
     return None
 
 
+def tokens_of_chunk(limit):
+    """C for completions of at most `limit` tokens: as few equal chunks of at most CHUNK as hold them."""
+    return -(-limit // -(-limit // CHUNK))
+
+
 class FastBackbone:
     """Runs a supported model over fixed storage.
 
@@ -265,9 +270,20 @@ class FastBackbone:
                 view.copy_(parameter.data)
                 parameter.data = view
 
-    def forget(self):
-        """Empty every slot, so that a step attends no further than this call's longest prompt."""
+    def forget(self, limit):
+        """Empty every slot, so that a step attends no further than this call's longest prompt.
+
+        On CUDA a step reads nothing past a row's end. Elsewhere it multiplies what is there by 0, and 0 times
+        an earlier call's inf is NaN. It adds up chunk by chunk, as wide as those of a call that comes first.
+        """
         self.slot_len.zero_()
+        if self.on_cuda:
+            return
+        if self.chunk_tokens < limit and self.chunk_tokens != tokens_of_chunk(limit):
+            self.chunks, self.chunk_tokens = [], tokens_of_chunk(limit)
+            self.grow(1)
+        for kept in (self.prompt, *self.chunks):
+            kept.zero_()
 
     def reserve(self, rows, slots, prompt, length):
         """Storage for keys and values of prompts, and for the first of completions; the rotary tables."""
@@ -275,7 +291,7 @@ class FastBackbone:
         self.prompt, self.chunks = None, []  # free the old before the new is taken
         self.prompt = like.new_zeros(len(self.layers), 2, slots, K, prompt, D, requires_grad=False)
         most = -(-length // CHUNK)
-        self.rows, self.chunk_tokens = rows, -(-length // most)
+        self.rows, self.chunk_tokens = rows, tokens_of_chunk(length)
         self.addresses = torch.zeros(len(self.layers), most, 2, dtype=torch.long, device=like.device)
         self.grow(1)
         self.counter = torch.zeros(max(rows * K, 4096), dtype=torch.int32, device=like.device)

@@ -112,7 +112,7 @@ def _check_generation_config(name):
     """Refuse one that is damaged: transformers goes on without it, and its tokens would end no answer."""
     path = Path(name) / "generation_config.json"
     try:
-        is_read = not path.exists() or isinstance(json.loads(path.read_text()), dict)
+        is_read = not path.exists() or isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
     except (OSError, ValueError):
         is_read = False
     if not is_read:

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from errors import one_line
+from errors import one_line, show_all_letters
 from reporting.files import LOGS, damaged_lines, read_metrics
 from reporting.page import write_report
 from reporting.plots import draw
@@ -22,6 +22,7 @@ STILL_GOING = 180  # seconds since the last line of a log
 
 
 def main():
+    show_all_letters()
     parser = argparse.ArgumentParser(
         prog="python -m reporting", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

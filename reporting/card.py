@@ -197,10 +197,11 @@ def _stage(folder, staging):
     settings = staging / "run_config.yaml"
     if settings.exists():
         settings.unlink()
-        settings.write_text(yaml.safe_dump(shared_settings(read_run_config(folder)), sort_keys=False))
+        shared = yaml.safe_dump(shared_settings(read_run_config(folder)), sort_keys=False)
+        settings.write_text(shared, encoding="utf-8")
     adapter = staging / "adapter" / "adapter_config.json"
     if adapter.exists():
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if base is None or not _is_hub_address(base):
             shutil.rmtree(adapter.parent)
 

@@ -28,21 +28,22 @@ class Questions:
     problems: list
     asked: list = field(default_factory=list)
     skipped: list = field(default_factory=list)  # problems whose prompts are too long
-    tokenizer: object = None
+    made_for: tuple = ()  # what the prompts depend on
 
     def encode(self, tokenizer, config):
         """Make the prompts, as the run's settings have it, unless they are made."""
-        if self.tokenizer is tokenizer:
-            return
         settings = vars(config)
         if self.evaluation.answer_format != config.answer_format:  # the format's own words, not the run's
             settings = settings | {"system_prompt": None, "system_prompt_file": None}
         settings = settings | {"answer_format": self.evaluation.answer_format}
         prompting = Prompting.of(SimpleNamespace(**settings))
+        made_for = tokenizer, prompting, config.max_prompt_length
+        if self.made_for == made_for:
+            return
         self.asked, _ = prompting.encode(tokenizer, self.problems, config.max_prompt_length)
         asked = {id(p.problem) for p in self.asked}
         self.skipped = [problem for problem in self.problems if id(problem) not in asked]
-        self.tokenizer = tokenizer
+        self.made_for = made_for
 
 
 def load_questions(evaluation, base):

@@ -84,7 +84,7 @@ class Checkpoints:
             names = [name for name, _ in self.learner.policy.named_parameters() if name not in written]
             tensors |= {f"policy.{name}": weights[name] for name in names}
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / TENSORS)
-        (temporary / STATE).write_text(json.dumps(self._state(numbers), indent=1) + "\n")
+        (temporary / STATE).write_text(json.dumps(self._state(numbers), indent=1) + "\n", encoding="utf-8")
         shutil.copy(self.folder / "run_config.yaml", temporary)  # grpo_eval.py reads the format from it
         for name in LOGS:
             _sync(self.folder / name)
@@ -157,7 +157,7 @@ class Checkpoints:
 
     def restore(self, path):
         """Load a checkpoint into the learner; returns its state."""
-        state = json.loads((path / STATE).read_text())
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
         with together():
             self._refuse_other(path, state)
         tensors = load_file(path / TENSORS)
@@ -318,7 +318,7 @@ def seal(folder):
     for path in files:
         _sync(path)
         entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    (folder / MANIFEST).write_text(json.dumps(entries, indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     _sync(folder / MANIFEST)
     _sync(folder)
 
@@ -326,7 +326,7 @@ def seal(folder):
 def damage(folder):
     """What is wrong with a checkpoint, in a few words; None where it is whole."""
     try:
-        entries = json.loads((folder / MANIFEST).read_text())
+        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "it has no manifest: its writing was cut off"
     if not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):

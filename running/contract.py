@@ -161,7 +161,7 @@ def finished_note(path):
     if not path.exists():
         return None
     try:
-        note = json.loads(path.read_text())
+        note = json.loads(path.read_text(encoding="utf-8"))
         return note | {"step": int(note["step"])}
     except (ValueError, TypeError, KeyError) as error:
         remedy = "delete it and the run goes on from its newest checkpoint"

@@ -104,7 +104,7 @@ def first_pass(run, decoder, problems):
 def _kept_pass(run, path):
     """What an earlier start of this run kept of its first pass, or None."""
     try:
-        note = json.loads(path.read_text())
+        note = json.loads(path.read_text(encoding="utf-8"))
         if differences(run.config, note, run.inputs):
             return None
         return {"right": note["right"], "seconds": note["seconds"]}

@@ -256,7 +256,7 @@ def save_model(model, tokenizer, folder, dtype, state=None):
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise NoRoomError(f"could not save the model to {folder}: {reason}") from error
-    settings = json.loads((temporary / "config.json").read_text())
+    settings = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
     settings["dtype"] = str(dtype).removeprefix("torch.")
     for path, value in getattr(model, "source_dropout", {}).items():  # 0 in training; saved as it came
         *above, name = path.split(".")

@@ -50,13 +50,19 @@ class Loaded:
     def _begin_again(self, config, start, tokenizer, device):
         """Give the models the weights of a start model; False where that cannot be done in place."""
         policy, *copies = self.models
-        keep_activations(policy)
+        self.models = None
         if config.lora_r:  # its adapters are drawn anew
+            policy = None
+            free_memory()  # for two of them there may be no room
             policy = load_policy(config, start, tokenizer, device)
         elif not overwrite(policy, start):
             return False
+        keep_activations(policy)
         for copy in filter(None, copies):
-            refresh(copy, policy)
+            if not config.load_in_4bit:
+                refresh(copy, policy)
+            elif not overwrite(copy, start):  # which has them as they were before the policy's were rounded
+                return False
         self.models = (policy, *copies)
         return True
 
@@ -66,12 +72,11 @@ class Loaded:
         if is_there and self.decoder.tokenizer is tokenizer:
             self.decoder.interact_as(config.interaction)
             return self.decoder
-        compiled = config.torch_compile
-        self.decoder = GroupDecoder(
-            sampler, tokenizer, config.think_end, config.interaction, compiled=compiled
-        )
-        self.decoder.choose_path()  # fast, plain or uncached: the first that gives what uncached forwards do
-        return self.decoder
+        self.decoder, compiled = None, config.torch_compile
+        decoder = GroupDecoder(sampler, tokenizer, config.think_end, config.interaction, compiled=compiled)
+        decoder.choose_path()  # fast, plain or uncached: the first that gives what uncached forwards do
+        self.decoder = decoder
+        return decoder
 
     def _is_there(self, part, key):
         """Whether a part is there, of this key; a key without files, or none, is never the same."""
@@ -100,18 +105,21 @@ def _files(start):
 def overwrite(policy, folder):
     """Give a policy the weights that a folder holds, as if it had been loaded from there just now.
 
-    Returns False, and changes nothing, where the folder has them under other names or in other shapes.
+    Returns False, for a model that must be loaded, where the folder has them under other names or in other
+    shapes, or has other buffers, or weights that are not finite and would be refused.
     """
     saved = {}
     for file in sorted(Path(folder).glob("model*.safetensors")):
         saved |= load_file(file)
-    parameters = dict(policy.named_parameters())
+    parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
     if any(name not in saved or saved[name].shape != p.shape for name, p in parameters.items()):
+        return False
+    if not all(torch.equal(saved[n].to(buffers[n]), buffers[n]) for n in saved.keys() & buffers.keys()):
         return False
     for name, parameter in parameters.items():
         parameter.copy_(saved[name])
         parameter.grad = None
-    return True
+    return all(parameter.isfinite().all() for parameter in parameters.values())
 
 
 def keep_activations(model):

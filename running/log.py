@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 import webbrowser
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,9 +98,17 @@ class MetricsLog:
 
     def close(self):
         if self.is_active:
-            self.file.close()
             self.draw()
-            self.trackers.close()
+        self.let_go()
+
+    def let_go(self, failed=False):
+        """Close what is open, if that was not done: to a tracker the next run of this process would be this
+        one.
+        """
+        if self.is_active:
+            self.is_active = False
+            self.file.close()
+            self.trackers.close(failed)
             self.bar.close()
 
 
@@ -236,9 +245,12 @@ class Trackers:
             else:
                 self._try(name, lambda tracker=tracker: tracker.log(named, step=step))
 
-    def close(self):
+    def close(self, failed=False):
         for name, tracker in list(self.started.items()):
-            self._try(name, tracker.finish)
+            end = tracker.finish
+            if failed and name == "wandb":  # which shows how a run ended
+                end = partial(tracker.tracker.finish, exit_code=1)
+            self._try(name, end)
 
     def _try(self, name, action):
         try:

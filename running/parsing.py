@@ -28,6 +28,7 @@ from errors import (
     is_out_of_memory,
     one_line,
     raise_on_interrupt,
+    show_all_letters,
 )
 from reporting.files import read_yaml
 
@@ -537,6 +538,7 @@ def parse_early(config_class, doc, refuse=None):
     for name in ("stdout", "stderr"):  # closed by who started it: `>&-`, a daemon
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
+    show_all_letters()
     if told(started_processes) > 1:
         return None
     config = told(parse_config, config_class, None, doc)

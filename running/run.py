@@ -47,6 +47,7 @@ class Run:
         self.problems_drawn = 0  # progress.problems_drawn, and this step's
 
     def __enter__(self):
+        self.threads_before = torch.get_num_threads()
         self.accelerator = start_processes(self.config)
         with together():
             if self.accelerator.is_main_process:
@@ -59,6 +60,8 @@ class Run:
             if kind is Stopped:
                 self.save_and_leave()
         finally:
+            if torch.get_num_threads() != self.threads_before:  # the next run of this process may name none
+                torch.set_num_threads(self.threads_before)
             self.copies.close()
             if self.outer is None:
                 self.stop.restore()
@@ -66,6 +69,8 @@ class Run:
                 if not (self.has_begun or self.had_lock):
                     forget(self.folder / ".lock")
                 self.lock.close()
+            if self.log is not None:
+                self.log.let_go(failed=True)  # a run that came to its end has done it before
 
     def open(self, learner, inputs, evaluate, steps, total):
         """Lock the folder, check everything, then go on from its newest checkpoint or begin.

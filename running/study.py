@@ -83,7 +83,7 @@ def read_note(folder):
 def read_json(path):
     """A file of the study; RunError where it is damaged."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunError(
             f"{path} is damaged ({one_line(error, 80)}): delete it, and what it speaks of is made again"

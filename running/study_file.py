@@ -342,6 +342,9 @@ def _completed(evaluation, base):
     if made.interacts and (base.m3po_lambda == 0 or made.answer_format != base.answer_format):
         remedy = "paths interact as in the base recipe, which needs m3po_lambda above 0 and its answer_format"
         raise SettingError("interacts", True, f"of evaluation {made.name}: {remedy}")
+    if made.interacts and base.m3po_control == "strangers":
+        what = "whose m3po_control=strangers has strangers of its own in each run: set the control in an arm"
+        raise SettingError("interacts", True, f"of evaluation {made.name}: as in the base recipe, {what}")
     if not other_data and Path(made.dataset).is_file() and made.split != base.split:
         what = f"of evaluation {made.name} is the one file that the runs train on: give another"
         raise SettingError("dataset", made.dataset, what)

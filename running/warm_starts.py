@@ -102,7 +102,7 @@ def copy_out(cache, key, settings):
     clear(settings)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for name, digest in json.loads((kept / MANIFEST).read_text()).items():
+        for name, digest in json.loads((kept / MANIFEST).read_text(encoding="utf-8")).items():
             copy = folder / f"{name}.part"
             shutil.copyfile(kept / name, copy)
             if sha256_of(copy) != digest:

@@ -202,6 +202,16 @@ def test_a_decoder_that_goes_from_control_to_control_samples_as_a_new_one(
             assert a is b is None or torch.equal(a, b), f"{name} of {control}"
 
 
+@torch.no_grad()
+def test_a_rollout_holds_nothing_that_an_earlier_one_heard(llama, tokenizer, prompts):
+    """At a row's last token nothing is heard: there stood what the row had heard in the rollout before."""
+    kept, new = (decoder_of(llama, tokenizer, "own") for _ in range(2))
+    sampled(kept, prompts)
+    ours, theirs = (sampled(decoder, prompts[:2], length=2) for decoder in (kept, new))
+    assert torch.equal(ours.heard_ids, theirs.heard_ids)
+    assert torch.equal(ours.heard_probs, theirs.heard_probs)
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_storage_that_grows_keeps_what_is_recorded(llama, tokenizer, prompts, control, made, monkeypatch):

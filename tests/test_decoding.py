@@ -930,6 +930,51 @@ def test_storage_is_what_is_said_and_not_what_the_limit_allows(llama, tokenizer,
     assert len(engine.backbone.chunks) == max(1, -(-longest // 8)), "rows in use bound it, not steps"
 
 
+@pytest.mark.parametrize(("before", "length"), [(36, 30), (70, 30)])
+@torch.no_grad()
+def test_chunks_of_a_longer_limit_change_no_bit_of_a_call(
+    llama, tokenizer, prompts, before, length, monkeypatch
+):
+    """Storage of 1,100 tokens lay in chunks of 367, of 500 tokens in one of 500, which rounds otherwise: an
+    evaluation of longer answers changed the rollouts after it.
+    """
+    grow_by(32, monkeypatch)
+
+    def decoder():
+        made = GroupDecoder(llama, tokenizer, "</reasoning>", Interaction(0.3))
+        made.tables.is_eos[:] = False
+        return made
+
+    kept = decoder()
+    sampled(kept, prompts[:2], length=before)
+    ours, theirs = (sampled(made, prompts[:2], length=length) for made in (kept, decoder()))
+    assert torch.equal(ours.ids, theirs.ids)
+    assert torch.equal(ours.logp, theirs.logp)
+
+
+@torch.no_grad()
+def test_what_was_not_finite_in_an_earlier_call_reaches_no_later_one(tokenizer, prompts):
+    """0 times the inf that an arm's last weights had left there made nonsense of the next arm's answers."""
+    model = build_model("llama", tokenizer)
+    v = model.model.layers[1].self_attn.v_proj.weight
+    good = v.clone()
+
+    def decoder():
+        made = GroupDecoder(model, tokenizer)
+        made.tables.is_eos[3::25] = True  # rows end, and others that begin beside those that go on
+        made.tables.is_eos[0] = False  # rows of NaN sample it, and go on
+        return made
+
+    def answers(decoder):
+        return decoder.complete(prompts * 3, Sampling(T, 1, 1.0), batch_rows=5)
+
+    kept = decoder()
+    v.fill_(3e38)
+    answers(kept)
+    v.copy_(good)
+    assert answers(kept) == answers(decoder())
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.no_grad()
 def test_rows_that_cross_the_borders_of_their_storage_are_scored_as_one_uncached_forward_does(

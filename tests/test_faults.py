@@ -220,6 +220,17 @@ def test_a_warning_is_one_line_without_the_code_that_gives_it(monkeypatch):
     assert other == "/lib/torch/x.py:3: UserWarning: of torch\n"
 
 
+def test_letters_that_the_locale_lacks_are_shown_by_their_numbers(tmp_path):
+    """In Latin-1 or a Windows code page a folder's name, or a completion in Chinese, ended the run."""
+    code = "import sys; sys.argv[0] = 'grpo_train.py'; from running.grpo_config import Config; "
+    code += "from running.parsing import parse_early; parse_early(Config, '')"
+    words = [sys.executable, "-c", code, "--model", "tiny", "--output_dir", f"{tmp_path}/\u82f9"]
+    env = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u82f9" in done.stdout
+
+
 @pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py", "grpo_eval.py"])
 def test_ctrl_c_while_python_imports_is_one_line(script, tmp_path):
     """It was a traceback through torch. The torch of this Python presses Ctrl-C when it is imported."""
@@ -318,6 +329,7 @@ def f(completions, **kwargs):
     assert os.getcwd() == {folder!r} and torch.get_default_dtype() == torch.float64
     torch.set_default_device("meta")
     torch.set_num_threads(3)
+    torch.set_grad_enabled(False)
     return list(range(len(completions)))
 """
 
@@ -337,3 +349,4 @@ def test_what_a_reward_changes_of_the_process_it_finds_again_and_the_run_does_no
     assert list((tmp_path / "there").iterdir()) == []
     assert torch.get_default_dtype() == torch.float32
     assert (str(torch.get_default_device()), torch.get_num_threads()) == ("cpu", threads)
+    assert torch.is_grad_enabled(), "a study's next warm start takes gradients"

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
 from datasets import Dataset
@@ -379,3 +380,15 @@ def test_a_reward_given_from_python_is_named_where_it_needs_what_is_not_there(re
     words = r"reward_functions=\['by_difficulty'\]: by_difficulty needs difficulty"
     with pytest.raises(SettingError, match=words):
         grpo_train.train(config, reward_functions=by_difficulty, dataset=rows_of("dicts") * 50)
+
+
+def test_threads_of_a_run_are_its_own(recipe_start, tmp_path, monkeypatch):
+    """Those of one arm with cpu_threads were those of all later arms of a study, and rounded otherwise."""
+    there, before = [], torch.get_num_threads()
+    update = grpo_train.update
+    monkeypatch.setattr(
+        grpo_train, "update", lambda *args: there.append(torch.get_num_threads()) or update(*args)
+    )
+    how = dict(cpu_threads=before + 1, num_steps=1, eval_every=0)
+    grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, **how))
+    assert (there, torch.get_num_threads()) == ([before + 1], before)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,18 +20,23 @@ import grpo_eval
 import grpo_study
 import grpo_train
 import sft_train
+from answers.user_files import forget_files
+from decoding.engine import Engine
 from decoding.rollout import Completion
 from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError
 from grpo_study import Bench, main, make_all
 from learning.log_probs import make_scorer
-from learning.models import load_models, load_tokenizer
+from learning.models import load_models, load_tokenizer, refresh
 from reporting.files import write_whole
+from rewards import _called_alone
 from running.answering import RunOfStudy, accuracy, graded, load_questions, numbered
-from running.loaded import Loaded
+from running.grpo_config import chosen_rewards
+from running.loaded import Loaded, overwrite
 from running.parsing import parse_config, settings_from_file
 from running.stop import Stop
 from running.study import begin, code_files, code_hash, lock, read_note
 from running.study_file import Options, parse, read_study
+from small_recipes import missing
 from small_runs import ROOT, command, lines, without_times
 
 START = sft_train.Config, sft_train.warm_start_settings
@@ -128,6 +134,19 @@ BAD = {
             "evaluations": [{**MEAN, "interacts": True}],
         },
         "interacts=True: of evaluation mean2: paths interact as in the base recipe",
+    ),
+    "interaction with strangers, whom not every run has": (
+        {
+            "base": {
+                "config": "configs/tiny.yaml",
+                "num_steps": 4,
+                "eval_every": 0,
+                "m3po_control": "strangers",
+            },
+            "arms": [{"name": "grpo", "settings": {"m3po_lambda": 0}}, {"name": "m3po"}],
+            "evaluations": [{**MEAN, "interacts": True}],
+        },
+        "interacts=True: of evaluation mean2: as in the base recipe, whose m3po_control=strangers has",
     ),
     "epochs": (
         {"base": {"config": "configs/tiny.yaml", "num_epochs": 1, "eval_every": 0}},
@@ -400,6 +419,99 @@ def test_a_machine_without_room_ends_the_study_and_not_the_arm(pretended, tmp_pa
     assert set(statuses(run_all(tmp_path)).values()) == {"finished"}
 
 
+def test_a_run_that_an_unexpected_error_ends_is_left_out_and_the_others_go_on(pretended, tmp_path, capsys):
+    """One ended the study, and a night's other runs with it. The start stays, and what is loaded does not."""
+    study = read(tmp_path)
+    first, second = study.arms_of(3)
+    pretended.fail[3, first] = TypeError("own\ngoal")
+    with pytest.raises(RunError, match=f"^runs that failed are missing: {first} of seed 3; the same command"):
+        run_all(tmp_path)
+    assert pretended.made[:3] == [(3, first), (3, second), (1, study.arms_of(1)[0])]
+    assert len(pretended.made) == 6
+    note = study.notes()["3", first]
+    assert (note["status"], note["step"], note["reason"]) == ("failed", 3, "TypeError: own goal")
+    assert not list((tmp_path / f"out/runs/3/{first}/answers").glob("*-4.json.gz")), "it counts as nothing"
+    said = capsys.readouterr()
+    assert f"arm {first} of seed 3 failed, which is no result: TypeError: own goal" in said.out
+    assert "Traceback" in said.err
+    study = run_all(tmp_path)
+    assert pretended.made[6:] == [(3, first)]
+    assert pretended.starts == 3
+    assert set(statuses(study).values()) == {"finished"}
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_an_error_that_meets_the_next_run_too_ends_the_study(pretended, tmp_path):
+    """A broken card would be tried with every run there is."""
+    arms = read(tmp_path).arms_of(3)
+    pretended.fail |= {(3, arm): RuntimeError("CUDA error: an illegal memory access") for arm in arms}
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_all(tmp_path)
+    assert pretended.made == [(3, arm) for arm in arms]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), MemoryError(), torch.OutOfMemoryError("no")])
+def test_an_error_of_the_machine_s_ends_the_study_at_once(error, pretended, tmp_path):
+    first = read(tmp_path).arms_of(3)[0]
+    pretended.fail[3, first] = error
+    with pytest.raises(type(error)):
+        run_all(tmp_path)
+    assert pretended.made == [(3, first)]
+
+
+def test_results_are_written_where_runs_of_some_card_failed(pretended, tmp_path, monkeypatch):
+    """Those of the other cards went on."""
+    written, study = [], read(tmp_path)
+    monkeypatch.setattr(grpo_study, "write_results", written.append)
+    ended = iter([0, 1, 143, 0])
+    monkeypatch.setattr(
+        grpo_study.subprocess, "Popen", lambda *args, **how: SimpleNamespace(wait=lambda: next(ended))
+    )
+    for status, results in ((1, [study.folder]), (143, [study.folder])):
+        with pytest.raises(SystemExit) as end:
+            make_all(Bench(study, [], Options(), Loaded(), float("inf")), cards=2)
+        assert (end.value.code, written) == (status, results)
+
+
+REWARD = """import sys, torch
+sys.path.insert(0, {folder!r})
+import counter
+{more}
+own = []
+
+def f(completions, **kwargs):
+    own.append(1)
+    counter.calls.append(1)
+    is_wide = torch.get_default_dtype() == torch.float64
+    return [counter.worth + 10.0 * len(own) + len(counter.calls) + is_wide / 2] * len(completions)
+"""
+
+
+def test_a_run_does_not_find_what_the_user_s_code_left_of_an_earlier_one(pretended, tmp_path, monkeypatch):
+    """A reward that counted its calls went on where the arm before had left it; another's had the dtype that
+    the first had set, and the module of its folder.
+    """
+    for name, more, worth in (("a", "torch.set_default_dtype(torch.float64)", 100), ("b", "", 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "counter.py").write_text(f"calls, worth = [], {worth}\n")
+        text = REWARD.format(folder=str(tmp_path / name), more=more)
+        (tmp_path / name / "mine.py").write_text(text)
+    paths, paid, train = [*sys.path], {}, pretended.train
+
+    def asks(config, study):
+        train(config, study)
+        [(function, _)] = chosen_rewards(config)
+        of_run = [_called_alone(function, {"completions": [1]})[0] for _ in range(2)]
+        paid.setdefault(study.folder.name, []).append(of_run)
+
+    monkeypatch.setattr(pretended, "train", asks)
+    arms = [{"name": name, "settings": {"reward": [f"{tmp_path}/{name}/mine.py:f"]}} for name in "ab"]
+    run_all(tmp_path, arms=arms, baseline="a", treatment="b")
+    assert paid == {"a": [[111.5, 122.5]] * 3, "b": [[211.0, 222.0]] * 3}
+    forget_files([])
+    assert sys.path == paths
+
+
 def test_a_run_that_is_refused_before_it_begins_is_no_result(pretended, tmp_path, monkeypatch):
     def refuse(config, study):
         raise RunError("no such file")
@@ -591,6 +703,75 @@ def test_models_that_are_there_get_the_weights_of_the_next_start(warm, tmp_path)
             assert ours.requires_grad == theirs.requires_grad
     config = dataclasses.replace(config, answer_format="hash")
     assert loaded.load(config, other, tokenizer, device)[0] is not first[0], "prompts may end on another EOS"
+
+
+def test_weights_that_would_be_refused_are_refused_where_models_are_there(warm, tmp_path):
+    """Models that were there took a start of NaN without a word."""
+    other, device = tmp_path / "other", torch.device("cpu")
+    shutil.copytree(warm, other)
+    loaded, config = Loaded(), grpo_train.Config(dataset="arithmetic", beta=0.0, limit=200)
+    tokenizer, _ = loaded.read(config, warm)
+    loaded.load(config, warm, tokenizer, device)
+    weights = load_file(warm / "model.safetensors")
+    weights[next(iter(weights))][0] = float("nan")
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SettingError, match="not finite: its weights are damaged"):
+        loaded.load(config, other, tokenizer, device)
+    assert torch.isfinite(next(loaded.load(config, warm, tokenizer, device)[1].parameters())).all()
+
+
+def test_other_buffers_are_loaded(tmp_path):
+    """The bias of a router is one: it stayed that of the start before."""
+    policy = torch.nn.Linear(2, 2)
+    policy.register_buffer("bias_of_router", torch.zeros(2))
+    saved = {name: value.clone() for name, value in policy.state_dict().items()}
+    save_file(saved, tmp_path / "model.safetensors")
+    assert overwrite(policy, tmp_path)
+    save_file(saved | {"bias_of_router": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert not overwrite(policy, tmp_path)
+
+
+@pytest.mark.slow  # bitsandbytes is imported
+@missing("bitsandbytes")
+def test_a_sampler_that_is_there_has_the_weights_of_the_start_before_they_were_rounded(warm):
+    """With load_in_4bit it had the policy's, so that a second run's strangers were others than alone."""
+    config, device = grpo_train.Config(dataset="arithmetic", limit=200, lora_r=2, load_in_4bit=True), "cpu"
+    loaded = Loaded()
+    tokenizer, _ = loaded.read(config, warm)
+    alone = [p.clone() for p in loaded.load(config, warm, tokenizer, device)[1].parameters()]
+    first = loaded.models[1]
+    refresh(first, loaded.models[0])
+    again = loaded.load(config, warm, tokenizer, device)[1]
+    assert again is first
+    assert all(map(torch.equal, alone, again.parameters()))
+
+
+def test_a_decoder_whose_test_fails_is_not_used_by_the_next_run(warm, monkeypatch):
+    """It had a path, and would have been taken for one that was chosen."""
+    loaded, config = Loaded(), grpo_train.Config(dataset="arithmetic", beta=0.0, limit=200)
+    tokenizer, _ = loaded.read(config, warm)
+    sampler = loaded.load(config, warm, tokenizer, torch.device("cpu"))[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_differs", lambda engine: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loaded.decode_with(config, sampler, tokenizer)
+    tried = []
+    monkeypatch.setattr(Engine, "_differs", lambda engine: tried.append(1))
+    loaded.decode_with(config, sampler, tokenizer)
+    assert tried == [1]
+
+
+def test_questions_are_put_anew_where_their_prompts_would_be_others(tmp_path):
+    study = read(tmp_path)
+    questions, tokenizer = load_questions(study.evaluations[0], study.base), load_tokenizer("tiny")
+    questions.encode(tokenizer, study.base)
+    asked = questions.asked
+    questions.encode(tokenizer, dataclasses.replace(study.base, m3po_lambda=0.3))
+    assert questions.asked is asked
+    shortest = min(len(p.ids) for p in asked)
+    questions.encode(tokenizer, dataclasses.replace(study.base, max_prompt_length=shortest))
+    assert len(questions.asked) < len(asked)
+    assert len(questions.asked) + len(questions.skipped) == len(asked)
 
 
 @pytest.fixture

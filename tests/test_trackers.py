@@ -2,11 +2,12 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 import grpo_train
-from errors import SettingError
+from errors import RewardError, SettingError
 from running.log import Trackers
 from running.parsing import parse_config
 from small_recipes import config_of, missing
@@ -80,7 +81,7 @@ def test_wandb_offline_gets_the_metrics_over_their_own_step(recipe_start, tmp_pa
 def test_a_run_that_a_signal_stops_closes_its_trackers_and_its_page(recipe_start, tmp_path, monkeypatch):
     """They were left to Python's end, which one of several processes does not wait for."""
     closed, update = [], grpo_train.update
-    monkeypatch.setattr(Trackers, "close", lambda trackers: closed.append(1))
+    monkeypatch.setattr(Trackers, "close", lambda trackers, failed=False: closed.append(1))
 
     def told_meanwhile(*args):
         signal.raise_signal(signal.SIGTERM)
@@ -91,6 +92,29 @@ def test_a_run_that_a_signal_stops_closes_its_trackers_and_its_page(recipe_start
         grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train))
     assert closed == [1]
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_run_that_fails_closes_its_trackers(recipe_start, tmp_path, monkeypatch):
+    """The next run of a study was logged into its run by W&B, and not at all by MLflow."""
+    closed = []
+    monkeypatch.setattr(Trackers, "close", lambda trackers, failed=False: closed.append(failed))
+
+    def fails(*args):
+        raise RewardError("at step 2")
+
+    monkeypatch.setattr(grpo_train, "score", fails)
+    with pytest.raises(RewardError):
+        grpo_train.train(config_of("oneshot", recipe_start, tmp_path / "out", grpo_train))
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_wandb_is_told_whether_a_run_failed(failed, tmp_path):
+    trackers, told = Trackers(grpo_train.Config(), tmp_path), []
+    run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    trackers.started = {"wandb": SimpleNamespace(tracker=run, finish=lambda: told.append(None))}
+    trackers.close(failed)
+    assert told == [1 if failed else None]
 
 
 @missing("wandb")
