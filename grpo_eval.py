@@ -74,7 +74,7 @@ from running.launching import (
     starts_processes,
 )
 from running.locks import forget
-from running.parsing import run_main, without_switches
+from running.parsing import run_main, warn_of_idle, without_switches
 from running.settings import (
     free_on_resume,
     resolved,
@@ -379,6 +379,7 @@ def evaluate(config):
     Each process asks its part of the questions, and all grade; only the first writes. The report's seconds
     are those of the last start.
     """
+    warn_of_idle(config, read_run_config(config.model))
     end_with_parent()
     accelerator = make_accelerator(config)
     asked = ask_for(config, accelerator.device)

@@ -54,7 +54,7 @@ from running.grpo_config import Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
-from running.parsing import run_main
+from running.parsing import run_main, warn_of_idle
 from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
 from running.run import Run
 from running.strangers import hear_strangers
@@ -111,6 +111,8 @@ def train(config, reward_functions=None, dataset=None, study=None):
     whose training this is: it has models loaded, and asks its questions at its steps.
     """
     given, problems = reward_functions is not None, None
+    if study is None:
+        warn_of_idle(config)
     reward_functions = given_rewards(config, reward_functions) if given else chosen_rewards(config)
     if dataset is not None:
         if config.warm_start != "none":

@@ -37,10 +37,11 @@ EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 
 # Words that make another value of the number beside them. Scales ("3 (in millions)") and open ends
 # ("3 eggs or more") do so wherever they stand, the others right before or after the number and its noun.
+# A hedge that names the number itself is a word like others: "about 3", "3 or so", "3, more or less".
 SCALE = re.compile(
     r"\b(?:(?:hundred|thousand|[a-z]{1,5}illi(?:on|ard)|dozen|lakh|crore)(?:s|ths?|en|es|e)?"
     r"|tausend|dutzend|(?:mille|millier|douzaine|docena)s?|[mb]ill[oó]n(?:es)?|milh(?:ão|ões)|milion[ei]"
-    r"|or (?:more|less|fewer|greater|higher|lower|above|below|over|under))\b"
+    r"|(?<!more )or (?:more|less|fewer|greater|higher|lower|above|below|over|under))\b"
     r"|[百千万萬亿億兆半]|тысяч|миллион|миллиард",
     re.IGNORECASE,
 )
@@ -57,6 +58,7 @@ BESIDE = r"[^\w.,:;!?\n]*"  # a dollar, a bracket, a space; no end of a clause
 CHANGED_BEFORE = re.compile(
     rf"(?:[负負减減]|零下|不是|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}"
     rf"|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
+    r"|upwards? of|in excess of|(?:shy|short) of|anything but|other than|unlike"
     rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?"
     rf"|(?:square|cube|power|reciprocal|opposite|inverse|absolute value)s? of(?: the)?"
     rf"|{_any(FUNCTION_NAMES)}(?: of)?)){BESIDE}$",
@@ -70,8 +72,9 @@ CHANGED_AFTER = re.compile(
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
     rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)"
     rf"|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
+    r"|and (?:up|above|over|under|below|beyond|change|counting|a bit)|or (?:not|none|nothing|neither)"
     r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bil|bn|mrd|thou|tril"
-    r"|trn|score|tens|(?:in )?base|and (?:up|above|over|under|below|beyond)|at (?:least|most)"
+    r"|trn|score|tens|(?:in )?base|at (?:least|most)"
     r"|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )

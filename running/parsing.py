@@ -374,6 +374,26 @@ def refuse_idle(config, settings, flags=()):
             warnings.warn(str(error), stacklevel=2)
 
 
+def warn_of_idle(config, trained=None):
+    """Warn, in its words, of what the command line refuses in a config that was made in Python.
+
+    trained: settings that an evaluation took from its model's training. What stands at its default, or comes
+    from there, asks for nothing; nor does what a Config makes 0 itself.
+    """
+    given, trained = dict(vars(config)), trained or {}
+    for field in dataclasses.fields(config):
+        unasked = (None, field.default, field.metadata.get("from_training"), trained.get(field.name))
+        if given[field.name] in unasked or "both_given" in field.metadata:
+            del given[field.name]
+    if given.get("system_prompt_file"):
+        given.pop("system_prompt", None)  # its text; a Config refuses another one
+    try:
+        combined(type(config), given)
+        refuse_idle(config, given)
+    except SettingError as error:
+        warnings.warn(str(error), stacklevel=3)
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose flags are fields of a dataclass, and whose errors are SettingErrors."""
 

@@ -1,11 +1,13 @@
 """The decoder against transformers' `generate` and a slow reference without cache, padding or batch."""
 
 import copy
+import itertools
 import math
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -15,8 +17,9 @@ from decoding.decoder import GroupDecoder
 from decoding.engine import Sizes
 from decoding.fast_model import why_not
 from decoding.rollout import Interaction, Sampling, pad_left, rollout_uniforms
-from decoding.step import Rows, _first_beyond, draw, keep_top, mix_step
+from decoding.step import Rows, StepKind, _first_beyond, draw, keep_top, mix_step, sample_step
 from decoding.tokens import (
+    TokenTables,
     arithmetic_tokenizer,
     delimiter_automaton,
     eos_token_ids,
@@ -441,6 +444,42 @@ def test_draws_agree_with_a_float64_search_and_never_pick_an_impossible_id():
     assert torch.equal(draw(padded, None, 0.7, torch.nn.functional.pad(real, (0, 71)))[0], probs.argmax(-1))
 
 
+def test_a_row_that_is_finished_records_nothing_more_while_others_go_on():
+    """Its tokens are padding, which is EOS for many tokenizers: a row that the limit had cut off would have
+    ended after all, and been paid for stopping.
+    """
+    rows, T, eos = 4, 6, 3  # of ids 0 to 4; the delimiter is the id 4
+    next_state = torch.tensor([[0, 0, 0, 0, 1], [1, 1, 1, 1, 1]])
+    tables = TokenTables(5, eos, [eos], torch.arange(5) == eos, None, torch.arange(128) < 5, next_state)
+    likeliest = torch.tensor([2, 4, eos, 1])
+    state = Rows(*[None] * len(Rows._fields))._replace(
+        ids=torch.full((rows, T + 1), 7),
+        logp=torch.full((rows, T + 1), 7.0),
+        thinking=torch.ones(rows, T + 1, dtype=torch.bool),
+        t=torch.tensor([1, 2, 3, 4]),
+        state=torch.zeros(rows, dtype=torch.long),
+        ended=torch.zeros(rows, dtype=torch.bool),
+        finished=torch.tensor([False, False, False, True]),  # the last by the limit
+        logits=F.one_hot(likeliest, 128).float() * 3,
+    )
+    tokens, thinking, top = sample_step(
+        state, tables, 1.0, torch.tensor([2, 9, 9, 4]), StepKind(True, 0, 1.0, False)
+    )
+    assert tokens.tolist() == [2, 4, eos, eos]
+    assert thinking.tolist() == [True, False, False, False]
+    assert top.tolist() == [3.0] * 4
+    columns = torch.tensor([[1], [2], [3], [4]])
+    assert state.ids.gather(1, columns).flatten().tolist() == [2, 4, eos, eos]
+    logp = 3 - math.log(math.exp(3) + 4)
+    assert state.logp.gather(1, columns).flatten().tolist() == pytest.approx([logp, logp, logp, 0.0])
+    assert state.thinking.gather(1, columns).flatten().tolist() == [True, False, False, False]
+    assert (state.ids == 7).sum() == rows * T, "one token of each row"
+    assert state.t.tolist() == [2, 3, 4, 4]
+    assert state.state.tolist() == [0, 1, 0, 0]
+    assert state.ended.tolist() == [False, False, True, False]
+    assert state.finished.tolist() == [True, False, True, True]
+
+
 def test_a_draw_is_never_of_weight_zero_and_its_top_is_that_of_temperature_one():
     logits = torch.full((3, 256), -1e30)
     logits[:, 10], logits[:, 200] = 10.0, 10.0
@@ -467,6 +506,42 @@ def test_top_k_and_top_p_keep_what_they_say():
     assert keep_top(logits, 1, 1.0).exp().gt(0).tolist() == [[True, False, False, False]]
     assert keep_top(logits, 0, 0.6).exp().gt(0).sum() == 2
     assert torch.equal(keep_top(logits, 0, 1.0), logits)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (3, 1.0), (0, 0.3), (0, 0.8), (20, 0.9), (10**6, 0.5)]
+)
+def test_a_draw_is_of_the_top_that_was_asked_for(top_k, top_p):
+    """By sorting, in Python: evaluations with --top_p drew from everything, and no test saw it.
+
+    The nucleus is of what top_k has left, at the temperature, over the tokenizer's ids.
+    """
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)) * 2
+    real = torch.arange(256) < 150
+    u = torch.arange(0.01, 1, 0.07)
+    for row in logits.tolist():
+        weights = {i: math.exp(x / 0.7) for i, x in enumerate(row[:150])}
+        ranked = sorted(weights, key=weights.get, reverse=True)[: top_k or None]
+        total, mass, kept = sum(weights[i] for i in ranked), 0.0, []
+        for i in ranked:  # the smallest set of at least this mass
+            if mass < top_p * total:
+                kept.append(i)
+            mass += weights[i]
+        whole = sum(weights[i] for i in kept)
+        expected = []
+        for share in u.tolist():  # ids in their own order
+            ends = zip(sorted(kept), itertools.accumulate(weights[i] for i in sorted(kept)), strict=True)
+            expected.append(next(i for i, end in ends if end > share * whole))
+        rows = torch.tensor([row[:150] + [50.0] * 50]).repeat(len(u), 1)
+        tokens, logp, top = draw(rows, u, 0.7, real, top_k, top_p)
+        assert tokens.tolist() == expected
+        assert logp.tolist() == pytest.approx([math.log(weights[i] / whole) for i in expected], abs=1e-5)
+        assert top.tolist() == pytest.approx([max(row[:150])] * len(u))
+    rows = logits.repeat_interleave(2, 0)  # each row has a top of its own
+    padded = F.pad(rows, (0, 56), value=-1e30)
+    together = draw(rows, torch.full((6,), 0.6), 0.7, real, top_k, top_p)
+    alone = [draw(one[None], torch.tensor([0.6]), 0.7, real, top_k, top_p) for one in padded]
+    assert together[0].tolist() == [int(tokens) for tokens, *_ in alone]
 
 
 @pytest.mark.parametrize("delimiter", ["</reasoning>", "####", "\\boxed{", "aab", "</think>"])

@@ -1,7 +1,9 @@
 """Dynamic sampling: groups without a signal give way to fresh problems."""
 
+import contextlib
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +11,12 @@ import torch
 import grpo_train
 from decoding.any_model import vocab_logits
 from decoding.decoder import GroupDecoder
-from decoding.rollout import Interaction, Sampling, rollout_uniforms
+from decoding.rollout import Completion, Interaction, Sampling, rollout_uniforms
 from decoding.step import draw
 from learning import inspection
 from learning.inspection import interaction_effect
 from learning.log_probs import Scorer
+from rewards import RewardLog
 from small_models import build_model
 from small_recipes import config_of
 from small_runs import command, lines
@@ -40,6 +43,70 @@ def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokeniz
     assert torch.equal(
         joined.mask.sum(-1), torch.cat([other.lengths[4:], rollout.lengths[4:8], other.lengths[:4]])
     )
+
+
+def test_groups_that_give_way_take_everything_of_theirs_along(tokenizer, prompts):
+    """Texts, rewards, each function's own values and what it logs: the old ones stood in the log beside the
+    new completions.
+    """
+    decoder, rollout = sampled(tokenizer, prompts[:3], 2, 6)
+    _, other = sampled(tokenizer, prompts[3:], 2, 6, seed=1)
+
+    def of(rollout, problems, name, retry):
+        rows = [f"{name}{n}" for n in range(2 * len(problems))]
+        completions = [Completion([], text, True) for text in rows]
+        log = RewardLog([{"column": text} for text in rows], {"seen": [name]})
+        parts = {"one": list(rows), "two": [text.upper() for text in rows]}
+        retries = [retry] * len(problems)
+        return grpo_train.Sampled([], problems, rollout, completions, retries, rows, parts, logged=log)
+
+    old, new = of(rollout, ["p", "q", "r"], "a", 0), of(other, ["s", "t"], "b", 1)
+    old.take_groups([2, 0], new, decoder.tables.pad_id)
+    rows = ["b2", "b3", "a2", "a3", "b0", "b1"]
+    assert old.problems == ["t", "q", "s"]
+    assert (old.texts, old.rewards, old.parts["one"]) == (rows, rows, rows)
+    assert old.parts["two"] == [text.upper() for text in rows]
+    assert [row["column"] for row in old.logged.rows] == rows
+    assert old.logged.metrics == {"seen": ["a", "b"]}
+    assert old.retries == [1, 0, 1]
+    assert old.left_out == [("r", ["a4", "a5"]), ("p", ["a0", "a1"])], "whose samples count in pass rates"
+    assert old.rollout.prompts == [prompts[4], prompts[1], prompts[3]]
+
+
+def test_silent_groups_give_way_on_every_process_until_none_is_left(monkeypatch):
+    """The second of two processes, with groups 2 and 3 of four: it scores its own alone, and stops with the
+    other one as soon as all groups carry a signal.
+    """
+    others = iter([[1.0, 0, 1, 1], [1.0, 0, 1, 0]])  # rewards of the first process, after each rollout
+    fresh, asked, taken = iter("abc"), [], []
+    run = SimpleNamespace(
+        config=SimpleNamespace(dynamic_sampling=5, num_generations=2),
+        progress=SimpleNamespace(step=3),
+        local_groups=range(2, 4),
+        timed=lambda name: contextlib.nullcontext(),
+    )
+    sampled = SimpleNamespace(batch=["p", "q", "r", "s"], rewards=[0.0, 0, 1, 0])
+
+    def take_groups(groups, new, pad_id):
+        taken.append((groups, new, pad_id))
+        sampled.rewards[:2] = [0.0, 1.0]
+
+    def sample(run, decoder, batch, step, groups, retry):
+        asked.append((list(batch), step, groups, retry))
+        return "new" if groups else None
+
+    sampled.take_groups = take_groups
+    monkeypatch.setattr(grpo_train, "next_problems", lambda p, n, run: [next(fresh) for _ in range(n)])
+    monkeypatch.setattr(grpo_train, "sample", sample)
+    monkeypatch.setattr(grpo_train, "_score_rows", lambda *_, **__: None)
+    monkeypatch.setattr(grpo_train, "gather_object", lambda own: next(others) + own)
+    decoder = SimpleNamespace(tables=SimpleNamespace(pad_id=9))
+    rewards = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 0])
+    rewards, metrics = grpo_train.replace_silent_groups(run, decoder, [], [], sampled, rewards)
+    assert asked == [(["p", "a", "b", "s"], 3, [2], 1), (["p", "c", "b", "s"], 3, [], 2)]
+    assert taken == [([0], "new", 9)]
+    assert rewards.tolist() == [1, 0, 1, 0, 0, 1, 1, 0]
+    assert metrics == {"extra_rollouts": 2, "replaced_groups": 3}
 
 
 PAYS_SOME = """

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,8 @@ def test_a_far_reference_does_not_make_the_loss_infinite():
     kl = k3_divergence(logp, torch.zeros(1, 1))
     loss, _ = grpo_loss(logp, logp, torch.ones(1), torch.ones(1, 1), CLIP, kl_penalty=kl)
     assert math.isfinite(float(loss))
+    assert float(kl) == pytest.approx(math.exp(20) - 21, rel=1e-6), "cut at a log-ratio of 20"
+    assert float(k3_divergence(logp.new_zeros(1), logp[0])) == pytest.approx(math.exp(-20) + 19, rel=1e-6)
 
 
 def test_the_first_step_has_loss_zero_and_a_gradient():
@@ -229,15 +232,147 @@ def test_the_ratio_is_one_at_mu_one_and_moves_at_mu_two(tokenizer, prompts):
     assert small.learner.schedule.last_epoch == 3
 
 
+def loss_by_the_letter(rows, kind, num_sequences, max_length, clip, beta=0.0, cap=None):
+    """The clipped loss token by token; a row is a list of tokens (logp, old, sampler, ref, advantage).
+
+    Returns it with sums over the tokens: clipped below, clipped above, k3.
+    """
+    num_tokens, loss, sums = sum(map(len, rows)), 0.0, [0, 0, 0.0]
+    for row in rows:
+        for logp, old, sampler, ref, advantage in row:
+            ratio = math.exp(logp - old)
+            clipped = min(max(ratio, clip[0]), clip[1])
+            term = -min(ratio * advantage, clipped * advantage)
+            if cap is not None:
+                term *= min(math.exp(old - sampler), cap)
+            k3 = math.exp(ref - logp) - (ref - logp) - 1
+            divisor = {
+                "grpo": len(row) * num_sequences,
+                "dapo": num_tokens,
+                "dr_grpo": num_sequences * max_length,
+            }
+            loss += (term + beta * k3) / divisor[kind]
+            sums[0] += ratio < clip[0] and advantage < 0
+            sums[1] += ratio > clip[1] and advantage > 0
+            sums[2] += k3
+    return loss, *sums
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo"])
+def test_the_loss_with_kl_and_importance_is_the_one_by_the_letter(kind):
+    """Rows of 5, 1, 0 and 3 tokens; a loss of the KL alone had passed every test of a loss with a KL."""
+    lengths, generator = [5, 1, 0, 3], torch.Generator().manual_seed(0)
+    logp, old, sampler, ref = torch.randn(4, 4, 5, generator=generator).double() / 2 - 2
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    A = torch.tensor([-1.5, 0.5, 3.0, 1.0]).double()
+    weights = token_weights(mask, kind, 7, sum(lengths), 6)
+    kl, importance = 0.3 * k3_divergence(logp, ref), grpo_train.importance_weights(old, sampler, 1.5)
+    loss, clipped = grpo_loss(logp, old, A, weights, (0.8, 1.3), kl, importance)
+    tokens = torch.stack([logp, old, sampler, ref, A[:, None].expand(4, 5)], -1).tolist()
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    expected, low, high, _ = loss_by_the_letter(rows, kind, 7, 6, (0.8, 1.3), 0.3, 1.5)
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert (int((clipped["clip_low"] * mask).sum()), int((clipped["clip_high"] * mask).sum())) == (low, high)
+    assert low > 0 < high
+
+
+def test_a_ratio_on_the_edge_and_a_token_without_advantage_are_not_counted_as_clipped():
+    ratio = torch.tensor([[0.5, 2.0, 0.25, 4.0]])
+    for A, low, high in ((1.0, 0, 1), (-1.0, 1, 0), (0.0, 0, 0)):
+        _, clipped = grpo_loss(
+            ratio.log(), torch.zeros(1, 4), torch.tensor([A]), torch.ones(1, 4), (0.5, 2.0)
+        )
+        assert (int(clipped["clip_low"].sum()), int(clipped["clip_high"].sum())) == (low, high)
+
+
+def scored_by_the_letter(small, rows):
+    """(logp, entropy, ref) of some rows before an update, token by token in Python."""
+    with torch.no_grad():
+        logp, entropy = small.learner.scorer(small.rollout, rows)
+        ref = logp
+        if small.learner.reference_scorer is not None:
+            ref = small.learner.reference_scorer(small.rollout, rows)[0]
+    return logp.tolist(), entropy.tolist(), ref.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "silent"),
+    [
+        (dict(beta=0.2, rollout_is="token", rollout_is_cap=1.2, mask_truncated_completions=True), 0),
+        (dict(loss_type="dapo", beta=0.2, micro_batch_tokens=60), 8),
+        (dict(loss_type="dr_grpo"), 8),
+    ],
+)
+def test_two_passes_of_an_update_are_those_by_the_letter(tokenizer, prompts, settings, silent):
+    """What is logged, and that the second pass compares with the policy that the first one scored.
+
+    The first `silent` rows have no advantage: without a KL they are left out, of the means that are logged
+    too.
+    """
+    how = dict(settings, learning_rate=0.02, epsilon=0.1, epsilon_high=0.2)
+    one, two = (small_update(tokenizer, prompts, mu=mu, **how) for mu in (1, 2))
+    noise = torch.rand(one.rollout.logp.shape, generator=torch.Generator().manual_seed(0))
+    for small in (one, two):
+        small.rollout.logp = small.rollout.logp - noise
+    config, rollout, advantages = two.config, one.rollout, one.advantages
+    advantages[:silent] = 0.0
+    mask = rollout.mask & (rollout.ended[:, None] | (not config.mask_truncated_completions))
+    scored = range(silent if config.beta == 0 else 0, len(mask))
+    first = scored_by_the_letter(one, list(scored))
+    one.update(advantages)
+    passes, sums = (first, scored_by_the_letter(one, list(scored))), torch.zeros(5).double()
+    largest = total = 0.0
+    for logp, entropy, ref in passes:
+        rows = [[] for _ in scored]
+        for at, n in enumerate(scored):
+            for t in range(mask.shape[1]):
+                if mask[n, t]:
+                    old, sampler = first[0][at][t], float(rollout.logp[n, t])
+                    rows[at].append((logp[at][t], old, sampler, ref[at][t], float(advantages[n])))
+                    sums[3] += entropy[at][t] / 2
+                    sums[4] += abs(old - sampler) / 2
+                    largest = max(largest, abs(old - sampler))
+        if config.loss_type == "dapo":
+            assert len(rows) == len(mask), "all tokens count in its divisor"
+        cap = config.rollout_is_cap if config.rollout_is == "token" else None
+        loss, *counts = loss_by_the_letter(
+            rows, config.loss_type, len(mask), 16, config.clip_range, config.beta, cap
+        )
+        total += loss / 2
+        sums[:3] += torch.tensor(counts) / 2
+    tokens = sum(int(mask[n].sum()) for n in scored)
+    metrics = two.update(advantages)
+    assert metrics["loss"] == pytest.approx(total, rel=1e-4, abs=1e-6)
+    assert metrics["clip_low"] + metrics["clip_high"] > 0
+    for name, value in zip(("clip_low", "clip_high", "kl", "entropy", "logp_diff"), sums, strict=True):
+        if name != "kl" or config.beta:
+            assert metrics[name] == pytest.approx(float(value) / tokens, rel=1e-3, abs=1e-6), name
+    assert metrics["logp_diff_max"] == pytest.approx(largest, rel=1e-4)
+    assert "skipped" not in metrics
+    assert metrics["scored_completions"] == sum(bool(mask[n].any()) or config.beta > 0 for n in scored)
+    assert ("kl" in metrics, "masked_completions" in metrics) == (
+        config.beta > 0,
+        config.mask_truncated_completions,
+    )
+
+
 def test_without_signal_and_without_kl_no_weight_moves_by_one_bit(tokenizer, prompts):
     """I4: Adam's momentum alone would move them."""
     small = small_update(tokenizer, prompts)
     small.update()
     before = small.weights()
     metrics = small.update(torch.zeros(len(small.rollout.ids)))
-    assert metrics["skipped"] == "no group carries a signal"
+    assert metrics == {"skipped": "no group carries a signal", "grad_norm": 0.0, "scored_completions": 0}
     assert small.has_weights(before)
     assert small.learner.schedule.last_epoch == 2, "the schedule goes on"
+
+
+def test_gradients_that_a_reward_file_has_switched_off_are_taken_all_the_same(tokenizer, prompts):
+    usual, switched_off = small_update(tokenizer, prompts), small_update(tokenizer, prompts)
+    usual.update()
+    with torch.no_grad():
+        switched_off.update()
+    assert usual.has_weights(switched_off.weights())
 
 
 def test_a_signal_in_masked_rows_only_is_none_and_the_schedule_goes_on_by_mu(tokenizer, prompts):
@@ -289,6 +424,16 @@ def test_the_credit_of_listeners_by_hand():
     credit = listeners_credit(mix, torch.tensor([3.0, -1, -2]))
     assert credit.flatten().tolist() == [-0.5 - 2 + 1.5 * 3 / 2, 3 - 1 / 2, -0.5 - 0.5 * 2 / 2]
     assert not listeners_credit(torch.zeros(1, 4, 3, 3), torch.tensor([3.0, -1, -2])).any(), "nobody listens"
+
+
+def test_the_size_of_the_credit_is_that_over_the_tokens_which_count():
+    """The rows of truncated completions are masked, and neither their credit nor their advantage counts."""
+    mix = torch.tensor([[0, 1.0, 0], [0.5, 0, 0.5], [1, 0, 0]])[None, None]
+    rollout = SimpleNamespace(mix=mix)
+    learner = SimpleNamespace(sum_over_processes=lambda *sums: [float(one) for one in sums])
+    mask = torch.tensor([[True], [True], [False]])
+    size = grpo_train.credit_size(learner, rollout, torch.tensor([3.0, -1, -2]), mask, 2.0)
+    assert size == pytest.approx(2 * (0.25 + 2.5) / (3 + 1))  # |-0.5 - 2 + 2.25| and |3 - 0.5|
 
 
 def test_paths_that_all_hear_each_other_alike_give_no_credit_at_all():

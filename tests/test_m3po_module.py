@@ -118,9 +118,13 @@ def test_a_temperature_that_is_no_softmax_is_refused(temperature):
     with pytest.raises(ValueError, match="temperature=.*: must be positive and finite"):
         apply_cross_path_interaction(embeds, [True, True], temperature=temperature)
     with pytest.raises(ValueError, match="temperature=.*: must be positive and finite"):
+        cross_path_weights(embeds[None], torch.ones(1, 2).bool(), temperature)
+    with pytest.raises(ValueError, match="temperature=.*: must be positive and finite"):
         Interaction(0.1, temperature)
     with pytest.raises(ValueError, match=r"lambda_blend=1\.5: must be between 0 and 1"):
         apply_cross_path_interaction_batch(embeds, 2, lambda_blend=1.5)
+    everything = apply_cross_path_interaction(embeds, [True, True], lambda_blend=1)
+    assert torch.equal(everything, embeds.flip(0)), "lambda 1: each path hears its one peer alone"
 
 
 def test_how_the_weights_choose_by_hand():

@@ -20,6 +20,7 @@ from running.progress import (
     chance_of_mixed_group,
     draw_probabilities,
     next_problems,
+    note_pass_rates,
     order_by_pass_rate,
     prior_worth,
 )
@@ -52,6 +53,12 @@ def test_the_prior_is_worth_what_the_spread_of_the_rates_says(a, b):
     generator = np.random.default_rng(0)
     right = generator.binomial(4, generator.beta(a, b, 20_000))
     assert prior_worth(right, 4) == pytest.approx(a + b, rel=0.1)
+
+
+def test_the_prior_is_worth_a_ninth_of_a_sample_at_least_and_19_at_most():
+    """Problems that are always or never solved have a correlation of 1, and all alike one below 0."""
+    assert prior_worth(np.array([0, 4] * 10), 4) == pytest.approx(1 / 9)
+    assert prior_worth(np.array([2] * 20), 4) == pytest.approx(19)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 4])
@@ -90,8 +97,32 @@ def test_a_draw_depends_on_seed_step_and_history_alone_and_goes_on_within_a_step
     assert sorted(whole) == problems
     again = a_run(*counts)
     assert [next_problems(problems, n, again) for n in (20, 5, 25)] == [whole[:20], whole[20:25], whole[25:]]
+    later = a_run(*counts)  # what earlier steps have drawn takes nothing from this one
+    later.problems_drawn = later.progress.problems_drawn = 20
+    assert [next_problems(problems, n, later) for n in (20, 5)] == [whole[:20], whole[20:25]]
     others = [a_run(*counts, step=1), a_run(*counts, seed=1), a_run([0, 2] * 25, [4, 2] * 25)]
     assert all(next_problems(problems, 50, other) != whole for other in others)
+
+
+def test_what_a_step_got_right_is_added_to_half_of_what_was_known():
+    """By hand: problem 0 has 3 of 4 right, problem 2 all; problem 1 gave way with 1 of 4 in its texts."""
+    problems = [EncodedProblem(Problem(f"q{i}", "7"), "", []) for i in range(4)]
+    run = a_run([2.0, 0.0, 1.0, 5.0], [2.0, 4.0, 0.0, 1.0], step=1, num_generations=4)
+    said = ["<answer>7</answer>", "<answer>8</answer>"]
+    left_out = [(problems[1], [said[1], said[1], said[0], said[1]])]
+    sampled = SimpleNamespace(problems=[problems[2], problems[0]], left_out=left_out)
+    counts = np.array([2.0, 0, 1, 5]), np.array([2.0, 4, 0, 1])
+    chances = chance_of_mixed_group(*counts, 4)
+    p = draw_probabilities(chances, run.config.pass_rate_power, run.config.pass_rate_floor)
+    metrics = note_pass_rates(run, problems, sampled, [True] * 4 + [True, None, True, True])
+    assert run.progress.pass_rates["right"] == [1.0 + 3, 0.0 + 1, 0.5 + 4, 5.0]
+    assert run.progress.pass_rates["wrong"] == [1.0 + 1, 2.0 + 3, 0.0, 1.0]
+    assert metrics == {
+        "mixed_groups": pytest.approx(2 / 3),
+        "mixed_groups_expected": pytest.approx(sum(chances[:3]) / 3),
+        "mixed_groups_expected_uniform": pytest.approx(sum(chances) / 4),
+        "effective_problems": pytest.approx(1 / sum(p**2)),
+    }
 
 
 @pytest.fixture

@@ -87,6 +87,8 @@ NUMBERS = {
     "9.8 N·m": "49/5", "42\\": "42", "7 wrong answers": "7", "7 apples and oranges": "7",
     "7 millionaires": "7", "7 bouillon cubes": "7", "12 mm": "12", "7 eggs...": "7", "7조각": "7",
     "7 pcs": "7", "7 DVDs": "7", "5 pts": "5", "4 common tangents": "4",
+    "almost 7": "7", "7 or so": "7", "about 7-ish": "7", "7, roughly": "7", "7 give or take": "7",
+    "more or less 7": "7", "7 eggs, more or less": "7", "probably 7": "7",
 }  # fmt: skip
 NOT_NUMBERS = (
     "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²",
@@ -120,7 +122,9 @@ NOT_NUMBERS = (
     "5 milioni", "5 Tausend", "5 Dutzend", "5 douzaines", "5 docenas", "5 тысяч", "5 миллионов", "5만",
     "5천원",
     "5, ...", "5,…", "5 ...", "…5", "5 or higher", "5 eggs or under", "5 and over", "5 at least",
-    "5 eggs at most",
+    "5 eggs at most", "upwards of 5", "in excess of $5", "just shy of 5", "5 and change",
+    "5 eggs and counting",
+    "5 and a bit", "anything but 5", "other than 5", "unlike 5", "5 or none", "5 or nothing", "5 or not",
 )  # fmt: skip
 
 

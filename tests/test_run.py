@@ -39,6 +39,21 @@ def test_an_epoch_ends_with_what_is_left_of_the_problems():
     assert steps_to_do(grpo_train.Config(num_epochs=2.0, batch_size=5), 10) == 4
 
 
+def test_a_warning_comes_when_steps_in_a_row_tell_nothing():
+    """Once, at the step that makes their number; a step that tells something begins the count anew."""
+    nothing = dict(reward=0.0, reward_std=0.0, correct=0.0, frac_reward_zero_std=1.0)
+    form = dict(reward=0.8, reward_std=0.1, correct=0.0, frac_reward_zero_std=1.0)
+    useful = dict(form, frac_reward_zero_std=0.5)
+    progress = Progress()
+    steps = [nothing, nothing, useful, nothing, nothing, nothing, nothing, form, form, form, form]
+    steps += [dict(form, correct=0.1), form, form, dict(nothing, reward_std=0.2), nothing, nothing]
+    said = [progress.collapse_warning(metrics, 3) or "" for metrics in steps]
+    assert [i for i, line in enumerate(said) if "earned anything for 3 steps" in line] == [5]
+    assert [i for i, line in enumerate(said) if "for 3 steps all completions of each" in line] == [9]
+    assert (progress.unearned_steps, progress.format_only_steps) == (2, 0)
+    assert not any(Progress().collapse_warning(nothing, 0) for _ in range(3)), "0: never"
+
+
 def drawn(count, sizes, seed):
     """The numbers of the problems that steps of these sizes draw from `count` problems."""
     run = SimpleNamespace(problems_drawn=0, config=SimpleNamespace(seed=seed))

@@ -21,7 +21,15 @@ from problems.prompts import template_kwargs
 from problems.sources import load_problems
 from reporting import page
 from running.launching import named_files
-from running.parsing import REFUSED, combined, parse_config, parse_early, run_main, settings_from_file
+from running.parsing import (
+    REFUSED,
+    combined,
+    parse_config,
+    parse_early,
+    run_main,
+    settings_from_file,
+    warn_of_idle,
+)
 from running.settings import FIRST, TrainConfig, free_on_resume, names_with, resolved
 from running.sft_config import warm_start_settings
 from running.study_file import Options, read_study
@@ -721,6 +729,84 @@ def test_held_out_problems_beside_no_evaluation_are_warned_of():
     with pytest.warns(UserWarning, match=r"eval_problems=50: has no effect with eval_every=0"):
         assert parsed(grpo_train, "--eval_every 0 --eval_problems 50").eval_problems == 0
     assert parsed(sft_train, "--eval_problems 50").eval_problems == 50, "which its GRPO run holds out too"
+
+
+PYTHON_IDLE = (
+    (grpo_train, dict(lora_alpha=32), "--lora_alpha 32"),
+    (sft_train, dict(lora_alpha=32), "--lora_alpha 32"),
+    (grpo_train, dict(m3po_lambda=0, m3po_control="noise"), "--m3po_lambda 0 --m3po_control noise"),
+    (grpo_train, dict(rollout_is_cap=3), "--rollout_is_cap 3"),
+    (grpo_train, dict(pass_rate_floor=0.1), "--pass_rate_floor 0.1"),
+    (
+        grpo_train,
+        dict(m3po_similarity="mean", m3po_temperature=0.2),
+        "--m3po_similarity mean --m3po_temperature 0.2",
+    ),
+    (
+        grpo_train,
+        dict(reward=[f"{__file__}:no_reward"], reward_set="math"),
+        f"--reward {__file__}:no_reward --reward_set math",
+    ),
+    (grpo_train, dict(hub_private=False), "--hub_private false"),
+    (grpo_eval, dict(top_p=0.9), "--top_p 0.9"),
+    (grpo_eval, dict(m3po_lambda=0.2), "--m3po_lambda 0.2"),
+    (grpo_eval, dict(api_model="a"), "--api_model a"),
+    (grpo_eval, dict(ask="hi", limit=3), "--ask hi --limit 3"),
+)
+
+
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(("script", "given", "flags"), PYTHON_IDLE)
+def test_of_a_config_made_in_python_is_said_what_the_command_line_says(script, given, flags):
+    """Config(lora_alpha=32) trained every weight without a word; the command line refuses it."""
+    with pytest.raises(SettingError) as refusal:
+        parsed(script, flags)
+    config = script.Config(**given)
+    for made in (config, dataclasses.replace(config, seed=7)):
+        with pytest.warns(UserWarning, match=re.escape(str(refusal.value))):
+            warn_of_idle(made)
+
+
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        (grpo_train, dict(lora_r=8, lora_alpha=32)),
+        (grpo_train, dict(lora_r=0, lora_alpha=64, m3po_lambda=0, m3po_temperature=0.1)),  # the defaults
+        (grpo_train, dict(reward=[f"{__file__}:no_reward"], num_epochs=2, eval_every=0)),
+        (sft_train, dict(num_steps=3)),
+        (grpo_eval, dict(temperature=1, top_p=0.9, num_samples=2)),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_of_settings_that_have_an_effect(script, given, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Think inside <reasoning> and </reasoning>, then <answer>.")
+    config = script.Config(**given, system_prompt_file=str(tmp_path / "prompt.txt"))
+    warn_of_idle(config)
+    warn_of_idle(dataclasses.replace(config, seed=7))
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_an_evaluation_takes_from_its_model_s_training_is_not_called_idle(tmp_path):
+    (tmp_path / "run_config.yaml").write_text("m3po_lambda: 0.3\nm3po_temperature: 0.7\nseed: 5\n")
+    config = grpo_eval.Config(model=str(tmp_path))
+    assert config.m3po_temperature == 0.7
+    warn_of_idle(config, {"m3po_lambda": 0.3, "m3po_temperature": 0.7, "seed": 5})
+
+
+@pytest.mark.parametrize(
+    ("script", "call"), [(grpo_train, "train"), (sft_train, "train"), (grpo_eval, "evaluate")]
+)
+def test_a_run_begun_in_python_says_which_settings_have_no_effect(script, call, monkeypatch):
+    def begin(*_, **__):
+        raise InterruptedError("begun")
+
+    monkeypatch.setattr(script, "make_accelerator" if script is grpo_eval else "Run", begin)
+    idle = dict(top_p=0.9) if script is grpo_eval else dict(lora_alpha=32)
+    with pytest.warns(UserWarning, match="has no effect"), pytest.raises(InterruptedError):
+        getattr(script, call)(script.Config(**idle))
 
 
 def test_a_warm_start_s_file_gives_nothing_without_effect(tmp_path):

@@ -60,6 +60,35 @@ def test_differences_without_spread_have_a_p(value, p, tost_p):
     assert (found["p"], found["tost_p"]) == (p, tost_p)
 
 
+@pytest.mark.filterwarnings("error")
+def test_every_number_of_a_comparison_by_hand():
+    """Three seeds of four questions, whose means are 0.1, 0.2 and 0.3: 2 degrees of freedom."""
+    by_question = np.array([[0.0, 0.2, 0.1, 0.1], [0.4, 0.0, 0.3, 0.1], [0.3, 0.3, 0.2, 0.4]])
+    found, error = compared(by_question, margin=0.5), 0.1 / math.sqrt(3)
+    assert (found["seeds"], found["freedom"]) == (3, 2)
+    assert found["difference"] == pytest.approx(0.2)
+    assert found["deviation"] == pytest.approx(0.1), "of a sample"
+    assert found["difference_ci95"] == pytest.approx([0.2 - 4.302653 * error, 0.2 + 4.302653 * error])
+    assert found["difference_ci_tost"] == pytest.approx([0.2 - 2.919986 * error, 0.2 + 2.919986 * error])
+    assert (found["p"], found["tost_p"]) == (
+        pytest.approx(0.0742, abs=5e-5),
+        pytest.approx(0.01755, abs=1e-5),
+    )
+    shift = found["smallest_effect"] / error
+    assert power_by_sums(shift, 2, 4.302653) == pytest.approx(0.8, abs=1e-4)
+    assert found["bootstrap_ci95"] == list(crossed_bootstrap(by_question))
+    assert compared(by_question.mean(1), margin=0.5) == {
+        name: pytest.approx(value) for name, value in found.items() if name != "bootstrap_ci95"
+    }
+    assert compared([], margin=0.5) == {"seeds": 0, "difference": None}
+
+
+def test_differences_that_all_lie_on_the_margin_are_not_within_it():
+    """0 / 0: not a p of 0."""
+    assert tost(np.full(4, 0.5), 0.5) == tost(np.full(4, -0.5), 0.5) == 1.0
+    assert paired_t(np.zeros(4))[0] == 1.0
+
+
 def test_one_seed_has_a_difference_and_no_test():
     assert compared([0.1], margin=0.01) == {"seeds": 1, "difference": pytest.approx(0.1)}
 
@@ -119,6 +148,45 @@ def test_the_power_of_tost_with_many_seeds_is_the_normal_one():
 def test_numbers_of_seeds_are_those_of_the_tables(effect, seeds):
     """Cohen's small, medium and large effect, paired t, two-sided 5%, power 80%: G*Power's numbers."""
     assert seeds_needed(lambda n: t_power(effect, 1.0, n)) == seeds
+
+
+def test_the_number_of_seeds_is_the_smallest_that_is_enough():
+    for needed in (2, 3, 4, 7, 8, 9, 1024):
+        assert seeds_needed(lambda n, needed=needed: 0.8 if n >= needed else 0.79) == needed
+    assert seeds_needed(lambda n: 0.8 if n > 1024 else 0.79) is None
+
+
+def test_tost_finds_nothing_at_a_difference_as_large_as_the_margin_or_without_room():
+    assert tost_power(0.01, 0.0, 8, effect=0.01) == tost_power(0.01, 0.0, 8, effect=-0.02) == 0.0
+    assert tost_power(0.01, 0.0, 8, effect=-0.009) == 1.0
+    assert tost_power(0.0001, 0.02, 4000) == 0.0, "the t's part alone is wider than the margin"
+
+
+def power_by_sums(noncentrality, freedom, limit):
+    """The power of a two-sided t, as a sum over the deviation that is seen; limit: of a table of t."""
+    total, width = 0.0, 1e-3
+    for k in range(1, 6000):  # ratios of the deviation seen to the true one
+        ratio = k * width
+        log_density = (freedom - 1) * math.log(ratio) - freedom * ratio**2 / 2
+        log_density += freedom / 2 * math.log(freedom / 2) - math.lgamma(freedom / 2) + math.log(2)
+        above = math.erfc((limit * ratio - noncentrality) / math.sqrt(2)) / 2
+        below = math.erfc((limit * ratio + noncentrality) / math.sqrt(2)) / 2
+        total += width * math.exp(log_density) * (above + below)
+    return total
+
+
+@pytest.mark.parametrize(("effect", "seeds", "limit"), [(0.5, 10, 2.262157), (1.5, 3, 4.302653)])
+def test_the_power_of_the_t_is_the_sum_over_what_is_seen(effect, seeds, limit):
+    """With a degree of freedom too many, too, all numbers of seeds above were found."""
+    expected = power_by_sums(effect * math.sqrt(seeds), seeds - 1, limit)
+    assert t_power(effect, 1.0, seeds) == pytest.approx(expected, abs=2e-6)
+    assert t_power(-0.02 * effect, 0.02, seeds) == pytest.approx(expected, abs=2e-6)
+
+
+def test_without_a_difference_the_t_finds_one_in_alpha_of_all_cases():
+    assert t_power(0.0, 0.01, 8) == pytest.approx(0.05)
+    assert t_power(0.0, 0.01, 8, alpha=0.01) == pytest.approx(0.01)
+    assert t_power(0.0, 0.0, 8) == 0.05
 
 
 def test_the_smallest_effect_is_found_in_four_of_five_studies():
