@@ -43,7 +43,6 @@ from rewards import (
     check_answers,
     check_rewards,
     compute_rewards,
-    lost_answers,
     reward_columns,
     right_answers,
 )
@@ -127,7 +126,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
         with together():  # where one process cannot load them, all end with its line
             tokenizer, (problems, held_out, skipped) = loaded.read(config, start, problems)
             check_rewards(config, reward_functions, problems[0].problem)
-            check_answers(config, reward_functions, [p.problem for p in problems])
+            lost = check_answers(config, reward_functions, [p.problem for p in problems])
             check_draws(config, len(problems))
             policy, sampler, reference = loaded.load(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
@@ -142,7 +141,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
         run.open(learner, inputs, evaluate, steps, total)  # locks the folder; resumes or begins
         hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
-        say_plan(run, decoder, problems, held_out, skipped)
+        say_plan(run, decoder, problems, held_out, skipped, lost)
         first_pass(run, decoder, problems)  # with problem_sampling pass_rate; sampled from the start, too
         if study:
             study.ask(run, decoder)  # before the first step, or what a stopped run had still to ask
@@ -542,7 +541,7 @@ def rows_loss(learner, inputs, config, is_first_pass, rows):
 # What is logged
 
 
-def say_plan(run, decoder, problems, held_out, skipped):
+def say_plan(run, decoder, problems, held_out, skipped, lost):
     config = run.config
     if run.is_finished:
         return
@@ -557,7 +556,7 @@ def say_plan(run, decoder, problems, held_out, skipped):
         f"process{'' if processes == 1 else 'es'}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
-    if lost := lost_answers(config, [p.problem for p in problems]):
+    if lost:
         what = f"{len(lost)} of {len(problems)} reference answers can never be right"
         remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
     if len(problems) < config.batch_size:

@@ -548,13 +548,14 @@ def lost_answers(config, problems):
 
 
 def check_answers(config, reward_functions, problems):
-    """Refuse built-in rewards where no completion of any problem could ever be right."""
+    """The `lost_answers`; refuses built-in rewards where no completion of any problem could ever be right."""
     lost = lost_answers(config, problems)
     if len(lost) == len(problems) and all(_is_own(function) for function, _ in reward_functions):
         wrong = f"none of the {len(lost)} reference answers can be right in it, such as {lost[0][:60]!r}"
         raise SettingError(
             "answer_format", config.answer_format, f"{wrong}: choose another, or mend the data"
         )
+    return lost
 
 
 def check_rewards(config, reward_functions, problem):

@@ -41,14 +41,14 @@ MODEL_FILES = (
 )
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a repeated key and reads 5e-6 as a number (YAML 1.1 wants a point in it)."""
-
-
 def step_of(checkpoint):
     """The step in the name of a checkpoint's folder; None where it has another name."""
     number = re.fullmatch("checkpoint-([0-9]+)", Path(checkpoint).name)
     return int(number[1]) if number else None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a repeated key and reads 5e-6 as a number (YAML 1.1 wants a point in it)."""
 
 
 def _mapping(loader, node):
