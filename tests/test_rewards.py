@@ -442,7 +442,7 @@ def test_reference_answers_that_no_completion_can_give_are_told(answer_format, a
     lost = [Problem("Q", answer) for answer in answers]
     good = [Problem("Q", answer) for answer in ("7", "7 million", "(1, 2]", r"\frac12", "north")]
     assert lost_answers(config, [*good, *lost]) == list(answers)
-    check_answers(config, REWARD_SETS["grpo_m3po"], [*good, *lost])
+    assert check_answers(config, REWARD_SETS["grpo_m3po"], [*good, *lost]) == list(answers)
     check_answers(config, [(constant([1.0]), 1.0)], lost)  # one's own reward may need no answer
     with pytest.raises(
         SettingError, match=f"^answer_format='{answer_format}': none of the 2 reference answers"

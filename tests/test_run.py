@@ -181,6 +181,15 @@ def test_a_batch_of_more_problems_than_there_are_is_told(count, recipe_start, tm
     assert said == (count == 3)
 
 
+def test_reference_answers_that_can_never_be_right_are_told_with_their_number(recipe_start, tmp_path, capsys):
+    settings = dict(batch_size=4, num_generations=2, num_steps=1, max_completion_length=4, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    rows = [*rows_of("dicts")[:4], {"prompt": "What is left?", "answer": "..."}]
+    grpo_train.train(config, reward_functions=length_reward, dataset=rows)
+    said = "note: 1 of 5 reference answers can never be right in answer_format=xml, such as '...'"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
 def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_path):
     """Instead of names, as TRL takes them; what is returned says where the model is."""
