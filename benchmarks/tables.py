@@ -558,7 +558,8 @@ ARMS = {
 }
 VERDICTS = {
     "hurts": "It hurts: models trained with M3PO answer worse than models trained by plain GRPO",
-    "no useful effect": "No: what it changes is less than one point",
+    "no useful effect": "No, not here: models trained with M3PO answer as well as models trained by plain "
+    "GRPO, to within one point",
     "helps": "It helps: models trained with M3PO answer better than models trained by plain GRPO, and better "
     "than with noise or with strangers' words in their peers' place",
     "acts as noise": "It helps no more than noise does: models trained with M3PO answer better than models "
@@ -566,6 +567,14 @@ VERDICTS = {
     "undecided": "Undecided: the study could not tell",
 }
 ALIKE = 0.95  # a cosine from which on what a path hears is nearly the plain mean of its peers
+ENDPOINTS = {
+    "mean8 mean@8": "mean of 8",
+    "greedy": "greedy",
+    "mean8 maj@8": "maj@8",
+    "mean8 pass@8": "pass@8",
+    "interacting mean@8": "mean of 8, listening",
+    "math500 mean@8": "MATH-500, mean of 8",
+}
 SECOND_PARTS = {
     None: ".",
     "and choosing matters": "; choosing matters, since the plain mean of all peers does less.",
@@ -592,7 +601,7 @@ def study():
     text += (
         f" On GSM8K, with Qwen2.5-Coder-0.5B and {first['seeds']} seeds, M3PO's share of right answers minus "
         f"GRPO's is {100 * first['difference']:+.1f} points (95% interval {low} to {high}, "
-        f"p = {first['p']:.2g}; within one point: p = {first['tost_p']:.2g}); the {link} was written down "
+        f"p = {first['p']:#.2g}; within one point: p = {first['tost_p']:#.2g}); the {link} was written down "
         f"beforehand ({log})."
     )
     if verdict["words"] == "undecided":
@@ -602,18 +611,95 @@ def study():
     return f"{text}\n\n{table(header, _arm_rows(found))}\n\n{_what_the_gate_does(found)}"
 
 
-def _what_the_gate_does(found):
-    """Whether M3PO's weights choose on the trained model, from the last tenth of its runs' steps."""
+def _gate(found):
+    """Entropy of the treatment's weights over its maximum, their share on peers with the same token, and the
+    cosine of what is heard and the plain mean; of the last tenth of its steps."""
     trained = next(arm["training"] for arm in found["arms"] if arm["name"] == found["treatment"])
-    entropy, same, cosine = (
-        trained[CURVES[name]]["mean"] for name in ("gate_entropy", "gate_same_token", "gate_mean_cosine")
-    )
+    return [trained[CURVES[f"gate_{name}"]]["mean"] for name in ("entropy", "same_token", "mean_cosine")]
+
+
+def _what_the_gate_does(found):
+    """Whether M3PO's weights choose on the trained model."""
+    entropy, _, cosine = _gate(found)
     reading = "choose" if cosine < ALIKE else "hardly choose: what a path hears is nearly the plain mean"
     return (
         f"On the trained model M3PO's weights {reading}. Their entropy is {entropy:.2f} of the largest there "
-        f"is, {same:.0%} of the weight lies on peers that said the same token, and the cosine of what is "
-        f"heard and the plain mean is {cosine:.2f}."
+        f"is, and the cosine of what is heard and the plain mean is {cosine:.2f}. "
+        f"{_what_choosing_does(found)}"
     )
+
+
+def _what_choosing_does(found):
+    """M3PO against the plain mean of the peers, in the primary endpoint."""
+    pair = found["treatment"], "scaled_mean"
+    row = next(row for row in found["comparisons"] if (row["arm"], row["other"]) == pair)
+    matters = "Whether choosing matters could not be told"
+    if row["tost_p"] < found["alpha"]:
+        matters = f"Choosing makes less than {_whole_points(found['margin'])} of difference"
+    elif row["p"] < found["alpha"]:
+        matters = "Choosing matters"
+    return (
+        f"{matters}: M3PO minus the plain mean is {_points(row)} points (within "
+        f"{_whole_points(found['margin'])}: p = {row['tost_p']:#.2g})."
+    )
+
+
+def _whole_points(margin):
+    return "one point" if margin == 0.01 else f"{100 * margin:g} points"
+
+
+def _points(row):
+    """A difference and its interval, in points."""
+    low, high = (100 * end for end in row["difference_ci95"])
+    return f"{100 * row['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def study_arms():
+    """Every arm of the study, those too that were named exploratory, in each of its accuracies."""
+    found = _whole_study()
+    if found is None:
+        return "The study is not complete."
+    rows, beside = [], {row["arm"]: row for row in found["comparisons"] if _is_primary(found, row)}
+    for arm in found["arms"]:
+        means = [number(arm["outcomes"][name]["mean"]) for name in ENDPOINTS]
+        difference = _points(beside[arm["name"]]) if arm["name"] in beside else ""
+        rows.append([f"`{arm['name']}`", len(arm["seeds"]), *means, difference])
+    header = ["arm", "seeds", *ENDPOINTS.values(), "difference from `grpo`, points"]
+    effects = [100 * row["smallest_effect"] for row in beside.values() if row["role"] == "shown"]
+    return f"{table(header, rows)}\n\n" + (
+        "The difference is that of the first column. In the exploratory arms a true one "
+        f"of {min(effects):.1f} to {max(effects):.1f} points would have been found four times in five. "
+        f"In the last tenth of `m3po`'s steps {_gate(found)[1]:.0%} of the weight lay on peers that said the "
+        "same token."
+    )
+
+
+def study_endpoints():
+    """M3PO against GRPO in every accuracy of the study."""
+    found = _whole_study()
+    if found is None:
+        return "The study is not complete."
+    rows = []
+    for row in found["comparisons"]:
+        if row["role"] in ("primary", "secondary") and _is_against_baseline(found, row):
+            holm = f"{row['p_holm']:#.2g}" if "p_holm" in row else ""
+            rows.append(
+                [ENDPOINTS[row["endpoint"]], _points(row), f"{row['p']:#.2g}", holm, f"{row['tost_p']:#.2g}"]
+            )
+    return table(["endpoint", "M3PO minus GRPO, points", "p", "p after Holm", "TOST p"], rows)
+
+
+def _whole_study():
+    found = json.loads((RESULTS / "study_m3po" / "study.json").read_text())
+    return found if found["complete"] else None
+
+
+def _is_primary(found, row):
+    return row["endpoint"] == found["comparisons"][0]["endpoint"] and row["other"] == found["baseline"]
+
+
+def _is_against_baseline(found, row):
+    return (row["arm"], row["other"]) == (found["treatment"], found["baseline"])
 
 
 def _arm_rows(found):
@@ -624,8 +710,7 @@ def _arm_rows(found):
         m = cases[arm]
         difference = p = ""
         if "difference" in m:
-            low, high = (100 * end for end in m["difference_ci95"])
-            difference, p = f"{100 * m['difference']:+.2f} ({low:+.2f} to {high:+.2f})", f"{m['p']:.2g}"
+            difference, p = _points(m), f"{m['p']:#.2g}"
         yield [label, m["seeds"], number(m["mean8"]), number(m["greedy"]), difference, p]
 
 
@@ -637,7 +722,7 @@ TABLES = {
         math_grading,
         *(bench_generation, bench_generation_cpu, controls, bench_step, bench_step_long, bench_step_gsm8k),
         *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
-        *(speedrun, speedrun_tune, problem_sampling),
+        *(speedrun, speedrun_tune, problem_sampling, study_arms, study_endpoints),
     )
 }
 

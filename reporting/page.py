@@ -203,7 +203,7 @@ def _paired_change(questions):
     verdict = "no sure change"
     if p <= 0.05:
         verdict = "better" if gained > lost else "worse"
-    text = f"{gained} questions gained, {lost} lost: p = {p:.2g}, {verdict}"
+    text = f"{gained} questions gained, {lost} lost: p = {p:#.2g}, {verdict}"
     return [("first → last evaluation, paired", text)]
 
 
@@ -251,7 +251,7 @@ def comparison_page(sides, folders, results, picture):
         low, high = result["difference_ci95"]
         name = f"{result['b']} against {result['a']}"
         text = f"{result['accuracy_a']:.3f} → {result['accuracy_b']:.3f}: {result['difference']:+.3f} "
-        text += f"({low:+.3f} to {high:+.3f}), {result['test']} p = {result['p']:.2g}"
+        text += f"({low:+.3f} to {high:+.3f}), {result['test']} p = {result['p']:#.2g}"
         pairs += [(name, text), (f"{name}, questions", f"{result['gained']} gained, {result['lost']} lost")]
     data = {"summary": pairs, "settings": folders} | questions_of(sides)
     return filled(TEMPLATE, " | ".join(sides), data, CURVES=_picture(picture))

@@ -234,7 +234,7 @@ def verdict_of(plan, comparisons):
         )
     if words in ("helps", "acts as noise"):
         others = [rows[row["arm"], peer] for peer in peers_of(plan["verdict"])]
-        each = [f"{r['other']} {100 * r['difference']:+.2f} (p = {r['p']:.2g})" for r in others]
+        each = [f"{r['other']} {100 * r['difference']:+.2f} (p = {r['p']:#.2g})" for r in others]
         sentence += f" Against {', '.join(each)}." if each else ""
     sentence = f"{sentence} {remark_on_spread(rows.values())}".rstrip()
     return {"words": words, "second": second, "sentence": sentence}
@@ -246,8 +246,8 @@ def difference_sentence(plan, row):
     margin = f"{100 * plan['margin']:g} point{'s' if plan['margin'] != 0.01 else ''}"
     return (
         f"The difference in {row['endpoint']} is {100 * row['difference']:+.2f} points (95% interval "
-        f"{low:+.2f} to {high:+.2f}, p = {row['p']:.2g}, {row['seeds']} seeds; TOST within {margin}: "
-        f"p = {row['tost_p']:.2g})."
+        f"{low:+.2f} to {high:+.2f}, p = {row['p']:#.2g}, {row['seeds']} seeds; TOST within {margin}: "
+        f"p = {row['tost_p']:#.2g})."
     )
 
 

@@ -130,7 +130,7 @@ def comparison_cells(row, is_share):
     cells = []
     for name in COLUMNS:
         if name in ("p", "p_holm", "tost_p"):
-            cells.append(f"{row[name]:.2g}" if name in row else "")
+            cells.append(f"{row[name]:#.2g}" if name in row else "")
         else:
             cells.append(_points(row.get(name), is_share, ".2f" if name == "smallest_effect" else "+.2f"))
     return cells

@@ -109,26 +109,33 @@ def without_pages(monkeypatch):
     monkeypatch.setattr(reporting.study, "study_page", lambda found: "the page")
 
 
+ALIKE = {"m3po": 0.1, "noise": 0.1, "strangers": 0.1, "scaled_mean": 0.1}
+
+
 @pytest.mark.usefixtures("without_pages")
 @pytest.mark.parametrize(
-    ("gains", "sentence"),
+    ("gains", "margin", "said"),
     [
-        ({"m3po": 0.1}, "It helps: models trained with M3PO answer better than models trained by plain GRPO"),
-        ({"m3po": -0.1}, "It hurts: "),
-        ({"m3po": 0.1, "noise": 0.1, "strangers": 0.1}, "Undecided: "),
+        ({"m3po": 0.1}, 0.01, ("helps", "It helps: models trained with M3PO answer better", "matters")),
+        ({"m3po": -0.1}, 0.01, ("hurts", "It hurts: ", "matters")),
+        (ALIKE, 1e-6, ("undecided", "Undecided: ", "matters could not be told")),
+        ({}, 0.06, ("no useful effect", "No, not here: ", "makes less than 6 points of difference")),
     ],
 )
-def test_the_first_screen_says_what_the_study_found(gains, sentence, benchmark_module, tmp_path, monkeypatch):
+def test_the_first_screen_says_what_the_study_found(
+    gains, margin, said, benchmark_module, tmp_path, monkeypatch
+):
+    words, sentence, choosing = said
     tables = benchmark_module("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    found = a_study(tmp_path, gains, margin=1e-6 if "noise" in gains else 0.01)
+    found = a_study(tmp_path, gains, margin=margin)
+    assert found["verdict"]["words"] == words
     text, row = tables.study(), found["comparisons"][0]
-    if "noise" in gains:
-        assert found["verdict"]["words"] == "undecided"
     assert text.startswith(sentence)
     assert f"is {100 * row['difference']:+.1f} points" in text
     *_, table, gate = text.split("\n\n")
     assert gate.startswith("On the trained model M3PO's weights choose. Their entropy is 0.70 of"), gate
+    assert f"hoosing {choosing}: M3PO minus the plain mean is " in gate
     lines = table.splitlines()[-5:]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == list(tables.ARMS.values())
     assert f"| {100 * row['difference']:+.2f} (" in lines[1]
