@@ -13,7 +13,7 @@ import pytest
 
 import reporting.study
 from reporting import study_statistics
-from reporting.study import write_study
+from reporting.study import result_rows, write_study
 from small_study import a_plan, write_fake_study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,6 +152,8 @@ def test_the_kept_study_is_made_of_the_runs_that_are_kept_with_it(tmp_path):
     write_study(tmp_path / "study")
     made, said = (json.loads((folder / "study.json").read_text()) for folder in (tmp_path / "study", kept))
     assert made == said
+    rows = json.loads((kept.parent / "study_m3po.json").read_text())["rows"]
+    assert [tuple(row.values()) for row in rows] == result_rows(made)
 
 
 @pytest.mark.usefixtures("without_pages")
