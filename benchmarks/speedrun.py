@@ -202,7 +202,9 @@ def arguments(description):
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / NAME, help="what is whole there is kept")
     parser.add_argument("--saving", type=float, default=SAVING, help="seconds at the end that are for saving")
     parser.add_argument("--questions", type=int, help="the first N of the test split (default: all)")
-    parser.add_argument("--answer_tokens", type=int, default=300)
+    parser.add_argument(
+        "--answer_tokens", type=int, help="default: 300, or the recipe's limit where it is more"
+    )
     return parser
 
 
@@ -210,6 +212,11 @@ def checked(parser, argv=None):
     args = parser.parse_args(argv)
     if not 0 <= args.saving < 60 * args.minutes:
         parser.error(f"--minutes {args.minutes:g}: {args.saving:g} s of them are for saving; give more")
+    if args.answer_tokens is None:
+        import yaml
+
+        settings = yaml.safe_load("\n".join(recipe_lines(args)))
+        args.answer_tokens = max(300, settings["max_completion_length"])
     args.work.mkdir(parents=True, exist_ok=True)
     return args
 

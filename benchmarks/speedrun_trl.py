@@ -12,6 +12,7 @@ logged, by a reward function of weight 0.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -87,8 +88,6 @@ def supervised_start(args, seed, out, end):
     given |= dict(max_wall_minutes=end / 60)
     in_file = settings_from_file(grpo_train.Config, ROOT / args.recipe)
     config = grpo_train.Config(**combined(grpo_train.Config, in_file, given))
-    if config.answer_format != "xml":  # TRL's trainer does not tell reward functions of another
-        raise SystemExit(f"the recipe has answer_format {config.answer_format}: the peer is run with xml")
     if config.warm_start == "none":
         return config, args.model
     start = train(warm_start_settings(config))
@@ -109,19 +108,30 @@ def a_trainer(args, config, start, out, end):
     problems, _, _ = prepare_problems(config, tokenizer)
     rows = [{"prompt": p.prompt, "answer": p.problem.answer} for p in problems]
     functions, weights = zip(*chosen_rewards(config), (right, 0.0), strict=True)
+    functions = [told_format(function, config.answer_format) for function in functions]
     settings = trl_settings(config, args) | dict(output_dir=str(out / "trl"), reward_weights=list(weights))
     how = dict(args=GRPOConfig(**settings), train_dataset=Dataset.from_list(rows))
-    trainer = GRPOTrainer(start, list(functions), processing_class=tokenizer, **how)
+    trainer = GRPOTrainer(start, functions, processing_class=tokenizer, **how)
     clock = a_clock(end)
     trainer.add_callback(clock)
     return trainer, clock
 
 
-def right(completions, answer, **kwargs):
+def told_format(function, answer_format):
+    """A reward function that is told the format of the answers, as our loop tells it and TRL's does not."""
+
+    @functools.wraps(function)
+    def told(**columns):
+        return function(**columns, answer_format=answer_format)
+
+    return told
+
+
+def right(completions, answer, answer_format, **kwargs):
     """1.0 for a right answer: what `correct` is in our log."""
     from rewards import right_answers
 
-    return [float(bool(verdict)) for verdict in right_answers(completions, answer)]
+    return [float(bool(verdict)) for verdict in right_answers(completions, answer, answer_format)]
 
 
 def a_clock(end):

@@ -43,6 +43,7 @@ from running.study_file import Evaluation
 
 NAME = "speedrun_tune"
 MOST_STEPS = 100_000
+BOXED = {"answer_format": "boxed", "warm_start": "none", "max_completion_length": 320}
 SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "recipe": {},
     "lr-5e-6": {"learning_rate": 5e-6},
@@ -77,6 +78,17 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "pass-rate-1": {"problem_sampling": "pass_rate", "pass_rate_samples": 1},
     "pass-rate-8": {"problem_sampling": "pass_rate", "pass_rate_power": 8.0},
     "pass-rate-of-1500": {"problem_sampling": "pass_rate", "limit": 1500},
+    # no supervised start: the model's own way of reasoning, in the format that it knows, is longer
+    "boxed": BOXED,
+    "boxed-400": BOXED | {"max_completion_length": 400},
+    "boxed-256": BOXED | {"max_completion_length": 256},
+    "boxed-3e-6": BOXED | {"learning_rate": 3e-6},
+    "boxed-5e-6": BOXED | {"learning_rate": 5e-6},
+    "boxed-lora-1e-4": BOXED | {"learning_rate": 1e-4, "lora_r": 32},
+    "boxed-batch-32": BOXED | {"batch_size": 32},
+    "boxed-kl": BOXED | {"beta": 0.005},
+    "boxed-pass-rate": BOXED | {"problem_sampling": "pass_rate"},
+    "boxed-correct-only": BOXED | {"reward_weights": [1.0, 0.0]},
     "start-half": {"start": {"num_epochs": 0.5}},
     "start-2": {"start": {"num_epochs": 2.0}},
     "start-2e-5": {"start": {"learning_rate": 2e-5}},
@@ -114,8 +126,6 @@ def supervised_start(args, settings):
     name = "start" + "".join(f"_{key}_{value}" for key, value in sorted(settings.items()))
     out = args.work / name
     config = config_of(args, {}, output_dir=str(out))
-    if config.warm_start == "none":
-        return args.model, 0.0
     start = warm_start_settings(config)
     if not (out / "warm_start" / "finished.json").exists():
         given = dict(num_steps=None) if "num_epochs" in settings else {}
@@ -127,7 +137,9 @@ def supervised_start(args, settings):
 def try_out(args, name, loaded):
     """What a variation came to: {metric: (value, unit)}."""
     settings = dict(SETTINGS[name])
-    start, supervised = supervised_start(args, settings.pop("start", {}))
+    of_start, start, supervised = settings.pop("start", {}), args.model, 0.0
+    if config_of(args, settings).warm_start != "none":
+        start, supervised = supervised_start(args, of_start)
     left = 60 * args.minutes - args.setup - supervised
     if left <= 0 and not args.steps:
         raise SystemExit(f"--minutes {args.minutes:g}: set-up and supervised start take {-left:.0f} s more")
@@ -137,7 +149,8 @@ def try_out(args, name, loaded):
     if not args.steps and config.lr_scheduler_type != "constant":
         raise SystemExit(f"variation {name}: its learning rate falls to the last step: give --steps")
     how = dict(dataset=str(args.work / "data"), answer_format=config.answer_format, grading=config.grading)
-    how |= dict(max_completion_length=config_of(args, {}).max_completion_length, steps=[config.num_steps])
+    limits = config.max_completion_length, config_of(args, {}).max_completion_length
+    how |= dict(max_completion_length=max(limits), steps=[config.num_steps])
     asked = [Evaluation("mean8", samples=8, **how), Evaluation("greedy", samples=1, temperature=0.0, **how)]
     run = Trial(out, args.seed, loaded, config.interaction, [load_questions(e, config) for e in asked])
     grpo_train.train(config, study=run)

@@ -113,11 +113,11 @@ def test_every_variation_is_a_recipe_and_differs_from_the_first(tune, tmp_path):
     seen = []
     for name, settings in tune.SETTINGS.items():
         given = {key: value for key, value in settings.items() if key != "start"}
-        config = tune.config_of(tune_options(tmp_path), given)
-        start = tune.warm_start_settings(config)
-        changed = settings.get("start", {})
-        steps = dict(num_steps=None) if "num_epochs" in changed else {}
-        start = tune.dataclasses.replace(start, **steps, **changed)
+        config, start = tune.config_of(tune_options(tmp_path), given), None
+        if config.warm_start != "none":
+            changed = settings.get("start", {})
+            steps = dict(num_steps=None) if "num_epochs" in changed else {}
+            start = tune.dataclasses.replace(tune.warm_start_settings(config), **steps, **changed)
         assert (config, start) not in seen, name
         seen.append((config, start))
 
@@ -135,6 +135,18 @@ def test_a_falling_learning_rate_needs_the_step_that_it_ends_with(tune, tmp_path
     monkeypatch.setattr(tune, "supervised_start", lambda args, settings: ("m", 20.0))
     with pytest.raises(SystemExit, match="variation cosine: its learning rate falls to the last step"):
         tune.try_out(tune_options(tmp_path, setup=60.0), "cosine", None)
+
+
+def test_the_peer_s_rewards_are_told_the_answer_format(benchmark_module):  # noqa: F811
+    """TRL hands a reward function columns and completions as keywords, and no answer_format."""
+    peer = benchmark_module("speedrun_trl")
+    completions = [[{"role": "assistant", "content": text}] for text in ("It is \\boxed{7}.", "It is 7.")]
+    boxed = peer.told_format(peer.right, "boxed")
+    assert boxed(prompts=["", ""], completions=completions, completion_ids=None, answer=["7", "7"]) == [
+        1.0,
+        0.0,
+    ]
+    assert boxed.__name__ == "right", "TRL logs a reward by its function's name"
 
 
 def test_the_set_up_of_the_first_step_does_not_count(tune, tmp_path):
