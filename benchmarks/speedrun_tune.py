@@ -43,6 +43,9 @@ from running.study_file import Evaluation
 
 NAME = "speedrun_tune"
 MOST_STEPS = 100_000
+SHORT = (
+    r"Please reason step by step, and put your final answer within \boxed{}."  # as Qwen's own evaluations ask
+)
 BOXED = {"answer_format": "boxed", "warm_start": "none", "max_completion_length": 320}
 SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "recipe": {},
@@ -80,6 +83,7 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "pass-rate-of-1500": {"problem_sampling": "pass_rate", "limit": 1500},
     # no supervised start: the model's own way of reasoning, in the format that it knows, is longer
     "boxed": BOXED,
+    "boxed-short-prompt": BOXED | {"system_prompt": SHORT},
     "boxed-400": BOXED | {"max_completion_length": 400},
     "boxed-256": BOXED | {"max_completion_length": 256},
     "boxed-3e-6": BOXED | {"learning_rate": 3e-6},
