@@ -3,10 +3,13 @@
     python benchmarks/controls.py
 
 On a GPU: random weights at the size of Qwen2.5-0.5B, 64 prompts of 128 tokens x 8, 256 new ones, bf16. On the
-CPU: the embedded model, 16 x 8, 40 new ones, float32. `logp_diff` is the mean difference of the sampler's
-log-probs from those of a scorer that rebuilds its inputs, on one group.
+CPU: the embedded model, 16 x 8, 40 new ones, float32. The cases take turns, so that none has a cooler card or a
+quieter machine than another. `logp_diff` is the mean difference of the sampler's log-probs from those of a
+scorer that rebuilds its inputs, on one group.
 """
 
+import functools
+import statistics
 import sys
 
 from bench_generation import REAL, build, clock, synthetic_tokenizer
@@ -23,29 +26,32 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from learning.log_probs import Scorer
 from learning.models import load_model, load_tokenizer
 
-G = 8
+G, ROUNDS = 8, 9
 
 
 def cases(model, tokenizer, prompts, length, emit):
     """Milliseconds a decode step, prefill included, of plain sampling, of M3PO and of each control."""
-    N, plain = len(prompts) * G, None
+    N = len(prompts) * G
     generator = torch.Generator().manual_seed(0)
     strangers = torch.randint(5, 60, (512, length), generator=generator)
     sampling, uniforms = Sampling(length, G, 1.0), rollout_uniforms(0, 0, 0, N, length).clamp(min=1e-3)
     keys = row_keys(0, 0, 0, N)
+    rollouts, differences = {}, {}
     for control in (None, *CONTROLS):
         interaction = Interaction(0.1 if control else 0.0, control=control or "none")
         decoder = GroupDecoder(model, tokenizer, "</reasoning>", interaction)
         decoder.tables.is_eos[:] = False  # every row goes on to the limit
         decoder.hear_strangers(Strangers(strangers, torch.full((512,), length)))
         rollout = decoder.rollout(prompts, sampling, uniforms, keys=keys)  # compiles and captures, on CUDA
-        step = clock(lambda: decoder.rollout(prompts, sampling, uniforms, keys=keys), 5) / length  # noqa: B023
-        plain = plain or step
-        case = "plain" if control is None else f"m3po_{control}".removesuffix("_none")
         logp, _ = Scorer(model, decoder.tables, model.dtype)(rollout.groups([0]), list(range(G)))
-        emit(case, "ms_per_step", 1e3 * step, "ms")
-        emit(case, "over_plain", step / plain - 1, "")
-        emit(case, "logp_diff", float((logp - rollout.logp[:G]).abs().mean()), "nats")
+        case = "plain" if control is None else f"m3po_{control}".removesuffix("_none")
+        rollouts[case] = functools.partial(decoder.rollout, prompts, sampling, uniforms, keys=keys)
+        differences[case] = float((logp - rollout.logp[:G]).abs().mean())
+    rounds = [{case: clock(rollout, 1) / length for case, rollout in rollouts.items()} for _ in range(ROUNDS)]
+    for case, difference in differences.items():
+        emit(case, "ms_per_step", 1e3 * statistics.median(steps[case] for steps in rounds), "ms")
+        emit(case, "over_plain", statistics.median(steps[case] / steps["plain"] - 1 for steps in rounds), "")
+        emit(case, "logp_diff", difference, "nats")
 
 
 @torch.no_grad()
