@@ -53,7 +53,7 @@ from running.grpo_config import Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
-from running.parsing import run_main, warn_of_idle
+from running.parsing import check_config, run_main, warn_of_idle
 from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
 from running.run import Run
 from running.strangers import hear_strangers
@@ -109,6 +109,7 @@ def train(config, reward_functions=None, dataset=None, study=None):
     with a question and an answer: a list of dicts, a datasets.Dataset, or Problems. study: the RunOfStudy
     whose training this is: it has models loaded, and asks its questions at its steps.
     """
+    check_config(config, Config)
     given, problems = reward_functions is not None, None
     if study is None:
         warn_of_idle(config)

@@ -497,7 +497,8 @@ def _values(function, columns, where, timeout):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # user code; its sys.exit(0) would look like a finished run
-            raise RewardError(f"{where} raised {shown_error(error)} for {_batch(completions)}") from error
+            said = shown_error(error) + _about_messages(error, completions)
+            raise RewardError(f"{where} raised {said} for {_batch(completions)}") from error
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):  # numpy, torch, pandas
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -506,6 +507,14 @@ def _values(function, columns, where, timeout):
     if len(values) != len(completions):
         raise RewardError(f"{where} returned {len(values)} values for {len(completions)} completions")
     return [_number(v, where, c) for v, c in zip(values, completions, strict=True)]
+
+
+def _about_messages(error, completions):
+    """What to mend where a function takes chat messages for texts; nothing for other errors."""
+    is_of_type = isinstance(error, TypeError | AttributeError) and re.search("list|dict", str(error))
+    if not (is_of_type and isinstance(completions[0], list)):
+        return ""
+    return ", where completions are chat messages: the text of one is completion[0]['content'],"
 
 
 OF_THE_LOOP = set("prompts completions completion_ids reference_answer answer_format trainer_state".split())

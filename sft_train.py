@@ -36,7 +36,7 @@ from reporting.files import write_whole
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import run_main, warn_of_idle, without_switches
+from running.parsing import check_config, run_main, warn_of_idle, without_switches
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import free_on_resume, resolved
@@ -69,6 +69,7 @@ def train(config, outer=None, of_study=False):
 
     outer: the run that this is the warm start of. of_study: a study makes it, as the start of a seed's arms.
     """
+    check_config(config, Config)
     if outer is None and not of_study:
         warn_of_idle(config)
     with Run(config, SHOWN, outer, few_lines=True, of_study=of_study) as run:

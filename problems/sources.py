@@ -9,10 +9,13 @@ import json
 import math
 import re
 import warnings
+from collections import defaultdict
 from decimal import Decimal
+from numbers import Rational, Real
 from pathlib import Path
 
 from answers.formats import completion_text, extract_answer
+from answers.numbers import parse_number
 from errors import DataError, is_path, one_line
 from problems.arithmetic import TEST_SEED, arithmetic_problems
 from problems.problem import Problem
@@ -31,8 +34,9 @@ COLUMNS = {
 }  # the columns that are looked for, in this order, where none is named
 GIVEN = "given in Python"  # the name of a data set that has none
 RESPONSE = ("response", "completion")  # what supervised training learns as it stands
-# column: field
+LIKE_ROW = re.compile(r"\s*\{.*\}\s*")  # a line of .jsonl
 LIKE_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # messages that a CSV holds as text
+# column: field
 EXTRA = {"subject": "subject", "type": "subject", "level": "level", "unique_id": "id", "id": "id"}
 
 
@@ -82,6 +86,8 @@ def given_problems(rows, columns=None, *, limit=None):
     if isinstance(rows[0], str):  # the names of splits, or of columns
         names = one_line(", ".join(map(str, rows)), 60)
         remedy = "give a list of dicts or a datasets.Dataset: one split, or DataFrame.to_dict('records')"
+        if kind == "dict":
+            remedy = "give one split, or datasets.Dataset.from_dict(columns), or a list with a dict a row"
         raise DataError(f"dataset: is a {kind} of {names}, and no rows; {remedy}")
     rows = [(f"dataset row {i}", row) for i, row in enumerate(rows, 1)]
     return _problems(rows, columns or {}, {}, "train", responses=False)
@@ -93,10 +99,34 @@ def _problems(rows, columns, also, split, responses):
     problems = [
         _problem(where, row, columns, f"{split}-{i}", responses) for i, (where, row) in enumerate(rows)
     ]
+    _warn_of_two_answers(rows, problems)
     names = dict.fromkeys(name for problem in problems for name in problem.more)
     for problem in problems:  # a column that other rows have is None
         problem.more.update(dict.fromkeys(names) | problem.more)
     return problems
+
+
+def _warn_of_two_answers(rows, problems):
+    """A question with two answers teaches against itself, and one of them is wrong."""
+    asked = defaultdict(list)
+    for (where, _), problem in zip(rows, problems, strict=True):
+        if problem.answer:
+            asked[problem.question, str(problem.messages)].append((where, problem.answer))
+    pairs = []
+    for (first, answer), *others in asked.values():
+        other = next((row for row in others if _is_another(row[1], answer)), None)
+        if other:
+            pairs.append(
+                f"{other[0]} asks what {first} asks and has another answer, {other[1]!r}, not {answer!r}"
+            )
+    if pairs:
+        more = f"; {len(pairs)} questions have more than one answer" if len(pairs) > 1 else ""
+        warnings.warn(f"{one_line(pairs[0], 300)}{more}: mend the rows", stacklevel=2)
+
+
+def _is_another(answer, other):
+    number = parse_number(answer)
+    return answer != other and (number is None or number != parse_number(other))
 
 
 def _names_there(rows, columns, also):
@@ -138,7 +168,7 @@ def file_rows(path):
         return _csv_rows(path, text)
     if path.suffix == ".jsonl":
         lines = ((i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
-        return [(f"{path} line {i}", _json(path, line, i)) for i, line in lines]
+        return [(f"{path} line {i}", _json(path, line, i, _mend_line(line))) for i, line in lines]
     return _json_rows(path, text)
 
 
@@ -155,7 +185,11 @@ def _parquet_rows(path):
 def _json_rows(path, text):
     if not text.strip():
         return []
-    whole = _json(path, text, 1)
+    first_line = text.split("\n", 1)[0]
+    has_lines = LIKE_ROW.fullmatch(first_line) and text.strip() != first_line.strip()
+    whole = _json(
+        path, text, 1, "; with an object in each line its name must end in .jsonl" * bool(has_lines)
+    )
     values = whole.values() if isinstance(whole, dict) else [whole]
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 1:
@@ -188,11 +222,21 @@ def _csv_rows(path, text):
     return rows
 
 
-def _json(path, text, first_line):
+def _mend_line(line):
+    """What to say of a line that is part of a list."""
+    if line.strip() == "[" or line.lstrip().startswith("[{"):
+        return "; a list of objects belongs into a file whose name ends in .json"
+    return "; leave out the comma behind the object" if line.rstrip().endswith("},") else ""
+
+
+def _json(path, text, first_line, remedy=""):
+    """What the text holds; `remedy` is the end of the message where it is not JSON."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {first_line + error.lineno - 1}: is not JSON ({error.msg})") from error
+        raise DataError(
+            f"{path} line {first_line + error.lineno - 1}: is not JSON ({error.msg}){remedy}"
+        ) from error
     except (ValueError, RecursionError) as error:  # more than 4,300 digits, endless brackets, a key twice
         raise DataError(f"{path} line {first_line}: cannot be read as JSON ({error})") from error
 
@@ -339,11 +383,13 @@ def _column(where, row, field, named):
 def _text(where, row, column, trim=True):
     """A cell as text; empty where there is none, or None or NaN in it."""
     value = row.get(column)
-    if value is None or (isinstance(value, float | Decimal) and math.isnan(value)):
+    # Real: numpy's numbers, too; a large int is no float
+    is_float = isinstance(value, Real | Decimal) and not isinstance(value, Rational)
+    if value is None or (is_float and math.isnan(value)):
         return ""
-    if isinstance(value, float | Decimal) and math.isinf(value):
+    if is_float and math.isinf(value):
         raise DataError(f"{where}: column {column!r} holds {value}, which is no finite number")
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+    if isinstance(value, bool) or not isinstance(value, str | Real | Decimal):
         raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text or a number")
     text = str(value).strip() if trim else str(value)
     return _whole_characters(where, column, text)

@@ -374,6 +374,13 @@ def refuse_idle(config, settings, flags=()):
             warnings.warn(str(error), stacklevel=2)
 
 
+def check_config(config, config_class):
+    """Refuse what is no config of this script, such as a dict of its settings."""
+    if not isinstance(config, config_class):
+        made = "Config(**settings)" if isinstance(config, dict) else "Config(...)"
+        raise SettingError("config", config, f"must be a Config of this script: give {made}")
+
+
 def warn_of_idle(config, trained=None):
     """Warn, in its words, of what the command line refuses in a config that was made in Python.
 
@@ -425,6 +432,12 @@ class _Parser(argparse.ArgumentParser):
             meant = f"; did you mean --config {given[2]}?"
         elif given and given[1]:
             meant = _did_you_mean(given[2], self.names)
+        elif given and f"{given[2]}=" in message and given[2] in self.names:  # as hydra takes settings
+            meant = f"; did you mean --{message.split(': ', 1)[1]}?"
+        elif given and "model" in self.names and Path(given[2]).is_dir():
+            meant = f"; did you mean --model {given[2]}?"
+        elif message.startswith("argument --resume:"):
+            meant = "; --resume names no folder: it goes on from the newest whole checkpoint in output_dir"
         raise SettingError("command line", message, "--help lists every flag" + meant)
 
 

@@ -14,10 +14,14 @@ from rewards import right_answers
 
 ADVICE = {
     "unearned": "no completion has earned anything for {} steps. What usually helps: a supervised warm start "
-    "(--warm_start), easier problems, an answer_format the model knows (see --check).",
+    "(--warm_start), easier problems, an answer_format the model knows, and in a reward of your own the text "
+    "of a completion, which is completion[0]['content'] (see --check).",
     "format_only": "for {} steps all completions of each group earned the same, and none was right. The "
     "format is learnt and the answers are gone; what usually helps: a warm start, a lower learning_rate, "
     "a larger num_generations.",
+    "constant": "for {} steps all completions have earned the same, so that nothing is learnt. Either "
+    "nothing is left to learn, or the reward does not look at the text, which is completion[0]['content'] "
+    "(see --check).",
 }
 
 DISCOUNT = 0.5  # what earlier samples of a problem count beside those of its latest visit
@@ -34,6 +38,7 @@ class Progress:
     bad_steps: int = 0  # latest steps in a row whose loss or gradient was not finite
     unearned_steps: int = 0  # latest steps in a row in which no completion earned anything
     format_only_steps: int = 0  # likewise, in which each group earned the same and none was right
+    constant_steps: int = 0  # likewise, in which all completions earned the same, and not 0
     best: float = -1.0  # held-out accuracy
     best_step: int | None = None  # after which step it was measured
     since_best: int = 0  # evaluations since then
@@ -59,12 +64,16 @@ class Progress:
         format_only = (
             metrics["reward"] > 0 and metrics["correct"] == 0 and metrics["frac_reward_zero_std"] == 1
         )
+        constant = metrics["reward"] != 0 and metrics["reward_std"] == 0
         self.unearned_steps = self.unearned_steps + 1 if earned_nothing else 0
+        self.constant_steps = self.constant_steps + 1 if constant else 0
         self.format_only_steps = self.format_only_steps + 1 if format_only else 0
         if patience and self.unearned_steps == patience:
             return "WARNING: " + ADVICE["unearned"].format(patience)
         if patience and self.format_only_steps == patience:
             return "WARNING: " + ADVICE["format_only"].format(patience)
+        if patience and self.constant_steps == patience and not format_only:
+            return "WARNING: " + ADVICE["constant"].format(patience)
         return None
 
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -31,7 +32,7 @@ from errors import DataError
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
 from problems.prompts import PLAIN_TEMPLATE, Prompting, prepare_problems
-from problems.sources import load_problems, split_held_out
+from problems.sources import given_problems, load_problems, split_held_out
 from rewards import ANSWER_FORMATS, SYSTEM_PROMPT, extract_answer, r1_format_reward
 from small_models import CHAT_TEMPLATE
 
@@ -250,6 +251,13 @@ BAD = {
     "an empty .json": ("a.json", b" ", r"holds no rows"),
     "an empty list": ("a.json", b"[]", r"holds no rows"),
     "broken .json": ("a.json", b'[{"question": "Q",\n"answer" 1}]', r"line 2: is not JSON"),
+    "lines in a .json": ("a.json", GOOD + GOOD, r"line 2: is not JSON .*its name must end in \.jsonl$"),
+    "a list in a .jsonl": ("a.jsonl", b"[\n" + GOOD + b"]", r"line 1: is not JSON .*ends in \.json$"),
+    "a comma behind a row": (
+        "a.jsonl",
+        GOOD.rstrip() + b",\n" + GOOD,
+        r"line 1: is not JSON .*leave out the comma behind the object$",
+    ),
     ".json with two lists": ("a.json", b'{"a": [], "b": []}', r"one such list"),
     ".json with a bare number": ("a.json", b"5", r"must hold a list"),
     "a second object without answer": (
@@ -282,6 +290,36 @@ BAD = {
     "a file that is not parquet": ("a.parquet", b"PAR1 nothing", r"cannot be read as a parquet file"),
     "an unknown kind of file": ("a.txt", b"Q 1", r"ends in one of \.jsonl, \.json, \.csv, \.parquet"),
 }
+
+
+def test_a_question_with_two_answers_is_warned_of(tmp_path):
+    """It was trained on without a word; the same number in other characters is one answer."""
+    pens, cups = ({"question": text, "answer": "1,000"} for text in ("How many pens?", "How many cups?"))
+    same = jsonl(tmp_path / "same.jsonl", pens, cups, dict(pens, answer="1000.0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_problems(same)
+    rows = [pens, dict(pens, answer="1000"), dict(pens, answer="7"), cups, dict(cups, answer="8")]
+    other = jsonl(tmp_path / "other.jsonl", *rows)
+    told = r"line 3 asks what .* line 1 asks and has another answer, '7', not '1000'; 2 questions have"
+    with pytest.warns(UserWarning, match=told):
+        assert len(load_problems(other)) == 5
+
+
+def test_numpys_numbers_are_answers():
+    """They were refused as no numbers; NaN is no answer in any precision."""
+    answers = [np.int64(7), np.float32(0.5), np.float64(2)]
+    rows = [{"question": str(i), "answer": answer} for i, answer in enumerate(answers)]
+    assert [problem.answer for problem in given_problems(rows)] == ["7", "0.5", "2.0"]
+    with pytest.raises(DataError, match="has no answer"):
+        given_problems([{"question": "Q", "answer": np.float32("nan")}])
+    with pytest.raises(DataError, match="holds bool"):
+        given_problems([{"question": "Q", "answer": np.bool_(True)}])
+
+
+def test_columns_given_as_lists_are_refused_with_the_way_to_make_rows_of_them():
+    with pytest.raises(DataError, match=r"is a dict of question, answer, .*Dataset\.from_dict\(columns\)"):
+        given_problems({"question": ["Q"], "answer": ["1"]})
 
 
 @pytest.mark.parametrize("case", BAD)

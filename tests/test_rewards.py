@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import random
+import re
 import sys
 import warnings
 from decimal import Decimal
@@ -607,6 +608,27 @@ def test_what_cannot_be_a_reward_is_one_line_that_names_the_function_and_the_ste
     assert text.startswith("reward function mine at step 12 ")
     assert "\n" not in text
     assert len(text) < 400
+
+
+@pytest.mark.parametrize(
+    "taken_for_text", [lambda c: c.lower(), lambda c: re.search("7", c), lambda c: c[0] + " "]
+)
+def test_a_reward_that_takes_messages_for_texts_is_told_where_the_text_is(taken_for_text):
+    """Only where completions are messages: it can be right elsewhere."""
+
+    def mine(completions, **kwargs):
+        return [float(len(taken_for_text(c))) for c in completions]
+
+    chats = [[{"role": "assistant", "content": "7"}]]
+    with pytest.raises(RewardError, match=r"the text of one is completion\[0\]\['content'\], for 1 comp"):
+        paid([(mine, 1.0)], ["p"], chats, answer=["7"])
+
+    def other(completions, answer, **kwargs):
+        return [answer.lower()]
+
+    with pytest.raises(RewardError) as caught:
+        paid([(other, 1.0)], ["p"], ["7"], answer=["7"])
+    assert "chat messages" not in str(caught.value)
 
 
 def test_a_function_that_raises_is_named_with_its_error_and_the_first_completion_and_is_not_asked_again():

@@ -54,6 +54,17 @@ def test_a_warning_comes_when_steps_in_a_row_tell_nothing():
     assert not any(Progress().collapse_warning(nothing, 0) for _ in range(3)), "0: never"
 
 
+def test_a_reward_that_pays_everything_alike_is_warned_of():
+    """`len(c)` of a list of one message is 1 for all: such a run ended without a word."""
+    alike = dict(reward=-1.0, reward_std=0.0, correct=0.1, frac_reward_zero_std=1.0)
+    progress = Progress()
+    steps = [alike, dict(alike, reward_std=0.2), alike, alike, alike, alike]
+    said = [progress.collapse_warning(metrics, 3) or "" for metrics in steps]
+    assert [i for i, line in enumerate(said) if "all completions have earned the same" in line] == [4]
+    form = dict(alike, reward=0.8, correct=0.0)
+    assert "The format is learnt" in [Progress(format_only_steps=2).collapse_warning(form, 3)][0]
+
+
 def drawn(count, sizes, seed):
     """The numbers of the problems that steps of these sizes draw from `count` problems."""
     run = SimpleNamespace(problems_drawn=0, config=SimpleNamespace(seed=seed))

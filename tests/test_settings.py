@@ -190,6 +190,9 @@ def test_the_page_shows_settings_that_exist():
         ("--chat_template_kwargs {", ["chat_template_kwargs", "JSON"]),
         ("--system_prompt_file /nothing", ["system_prompt_file", "cannot be read"]),
         ("--batch 3", ["--batch", "did you mean batch_size?"]),
+        ("batch_size=3", ["unrecognized", "did you mean --batch_size=3?"]),
+        ("/", ["unrecognized", "did you mean --model /?"]),
+        ("--resume out/checkpoint-5", ["--resume", "neither true nor false", "names no folder"]),
         ("--batch_size many", ["--batch_size", "invalid int value: 'many'", "--help"]),
         ("--num_epochs many", ["--num_epochs", "invalid float value: 'many'"]),
         ("--bf16 maybe", ["--bf16", "'maybe' is neither true nor false"]),
@@ -890,3 +893,10 @@ def test_the_recipes_of_the_project_are_found_from_any_folder(tmp_path, monkeypa
     Path("configs").mkdir()
     Path("configs/tiny.yaml").write_text("num_steps: 7\n")
     assert settings_from_file(Config, "configs/tiny.yaml") == {"num_steps": 7}, "one's own comes first"
+
+
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_settings_that_are_no_config_are_one_line(script):
+    """A dict of settings, as other trainers take one, ended in vars() argument must have __dict__."""
+    with pytest.raises(SettingError, match=r"must be a Config of this script: give Config\(\*\*settings\)"):
+        script.train({"model": "tiny"})
