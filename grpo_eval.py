@@ -121,6 +121,15 @@ def trained_with(model):
     return {"trained": {name: trained.get(name) for name in TRAINED_WITH}} if "seed" in trained else {}
 
 
+def refuse_untrained(config, start):
+    """Refuse the model that is evaluated by default where nothing was trained yet."""
+    if config.model == Config.model and not Path(start).exists():
+        remedy = (
+            "is not here yet: train it with python grpo_train.py, or give a folder or a hub id as --model"
+        )
+        raise SettingError("model", config.model, remedy)
+
+
 class LocalModel:
     """A model loaded here from `start`, and the questions as it is asked them; `skipped` are too long for it.
 
@@ -128,6 +137,7 @@ class LocalModel:
     """
 
     def __init__(self, config, start, device):
+        refuse_untrained(config, start)
         tokenizer = load_tokenizer(start, config.trust_remote_code)
         self.config, self.report = config, {"model": config.model} | trained_with(config.model)
         prompting, longest, problems = Prompting.of(config), config.max_prompt_length, read_problems(config)
@@ -449,6 +459,7 @@ def ask_for(config, device):
 
 def answer(config):
     """`--ask` and `--questions`: print answers, or write them as JSON lines."""
+    refuse_untrained(config, config.model)
     questions = [Problem(config.ask, "")] if config.ask is not None else read_questions(config.questions)
     solver = load_solver(
         config.model,

@@ -510,6 +510,15 @@ def test_the_columns_of_the_training_data_are_read_in_other_data_where_it_has_th
     assert len(grpo_eval.read_problems(arithmetic)) == 1
 
 
+@pytest.mark.parametrize("given", [{}, {"ask": "What is 1 + 1?"}])
+def test_before_anything_is_trained_the_default_model_is_told_to_be_trained(given, tmp_path, monkeypatch):
+    """It was looked for on the hub, and the line ended within an address."""
+    monkeypatch.chdir(tmp_path)
+    config = grpo_eval.Config(dataset="arithmetic", **given)
+    with pytest.raises(SettingError, match=r"is not here yet: train it with python grpo_train\.py, or give"):
+        grpo_eval.answer(config) if given else grpo_eval.evaluate(config)
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_two_evaluations_of_one_name_at_once_are_refused(many, monkeypatch):
     """Each went on from the other's answers, and deleted them under it."""
