@@ -273,6 +273,15 @@ def test_groups_that_move_bring_what_their_control_needs(llama, control, made):
     assert torch.allclose(logp, moved.logp, atol=3e-5)
 
 
+def test_a_rollout_goes_to_another_device_whole(made):
+    """Groups that another process sampled come from the CPU; what is left there cannot be scored."""
+    for control in CONTROLS:
+        _, out = made(control)
+        moved = vars(out.to("meta"))
+        tensors = {name for name, value in vars(out).items() if torch.is_tensor(value)} - {"prompt_ids"}
+        assert {name for name in tensors if moved[name].device.type != "meta"} == set()
+
+
 @torch.no_grad()
 def test_the_reference_moves_its_own_embeddings_by_the_scale_that_was_recorded(tokenizer, made):
     other = build_model("llama", tokenizer, seed=1)
@@ -448,6 +457,18 @@ def test_an_interaction_of_unknown_words_is_refused():
     for name in ("similarity", "control"):
         with pytest.raises(ValueError, match=f"{name}='nois': must be one of"):
             Interaction(0.1, **{name: "nois"})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ((1.5, 0.1), "lambda_blend=1.5: must be between 0 and 1"),
+        ((0.1, 0.0), "temperature=0.0: must be positive and finite"),
+    ],
+)
+def test_an_interaction_of_impossible_numbers_is_refused(numbers, why):
+    with pytest.raises(ValueError, match=why):
+        Interaction(*numbers)
 
 
 FLAGS = "--m3po_control strangers --save_every 1 --m3po_lambda 0.5 --eval_every 0 "
