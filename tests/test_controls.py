@@ -12,7 +12,16 @@ import torch
 
 import grpo_eval
 import grpo_train
-from decoding.controls import Strangers, directions, hashed, likeliest, normals, row_keys, scaled_mean_weights
+from decoding.controls import (
+    Strangers,
+    controlled,
+    directions,
+    hashed,
+    likeliest,
+    normals,
+    row_keys,
+    scaled_mean_weights,
+)
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction, Sampling, joined, rollout_uniforms
 from errors import RunError, SettingError
@@ -264,6 +273,15 @@ def test_groups_that_move_bring_what_their_control_needs(llama, control, made):
     assert torch.allclose(logp, moved.logp, atol=3e-5)
 
 
+def test_a_rollout_goes_to_another_device_whole(made):
+    """Groups that another process sampled come from the CPU; what is left there cannot be scored."""
+    for control in CONTROLS:
+        _, out = made(control)
+        moved = vars(out.to("meta"))
+        tensors = {name for name, value in vars(out).items() if torch.is_tensor(value)} - {"prompt_ids"}
+        assert {name for name in tensors if moved[name].device.type != "meta"} == set()
+
+
 @torch.no_grad()
 def test_the_reference_moves_its_own_embeddings_by_the_scale_that_was_recorded(tokenizer, made):
     other = build_model("llama", tokenizer, seed=1)
@@ -293,7 +311,9 @@ def test_noise_is_normal_uncorrelated_and_no_row_shares_it():
     assert len(set(torch.cat([keys, *others]).tolist())) == 2400
     assert torch.equal(row_keys(3, 5, 0, 7), keys[:7]), "fewer rows are the first of more"
     noise = directions(keys[:, None], torch.arange(20), 48)
-    assert torch.allclose(noise[5, 3], python_noise(python_key(3, 5, 0, 5), 3, 48), atol=1e-6)
+    assert torch.equal(noise[5, 3], python_noise(python_key(3, 5, 0, 5), 3, 48)), (
+        "rounded once: on any device"
+    )
     assert torch.equal(noise[5, 3], directions(keys[5], torch.tensor(3), 48)), "however many are made at once"
     assert torch.allclose(noise.norm(dim=-1), torch.ones(()), atol=1e-6)
     alike = noise.flatten(0, 1)[:2000] @ noise.flatten(0, 1)[:2000].T
@@ -332,14 +352,62 @@ def test_the_scaled_mean_by_hand():
     assert torch.equal(made[:3], torch.eye(4)[:3]), "a mean that is the path's own embedding moves nothing"
 
 
+def moves_by_hand():
+    """Four paths of a group with what each hears of its own, and the scale and next inputs by hand.
+
+    In M3PO path 0 would go from (3, 4) to (6, 8), a way of 5: here 0.01 to the right is made as long. Path 1
+    hears its own embedding but for rounding, and path 3 has no peer. Everything is 100,000 times smaller.
+    """
+    embeds = torch.tensor([[3.0, 4], [3, 4], [6, 8], [3, 4]]) / 1e5
+    heard = torch.tensor([[3.01, 4], [3 + 1e-6, 4], [6, 7], [50, 50]]) / 1e5
+    weights = torch.zeros(4, 4)
+    weights[0, 2] = weights[1, 2] = weights[2, 0] = 1.0
+    wanted = torch.tensor([[3 + 0.1 * 5, 4], [3, 4], [6, 8 - 0.1 * 5], [3, 4]]) / 1e5
+    return embeds, heard, weights, [500, 0, 5, 0], wanted
+
+
+def test_the_scale_of_a_control_by_hand():
+    embeds, heard, weights, scales, wanted = moves_by_hand()
+    inputs, scale = controlled("own", embeds, heard, weights, None, 0.1)
+    assert scale.tolist() == pytest.approx(scales, rel=1e-3)
+    assert torch.allclose(inputs, wanted, rtol=1e-4, atol=0)
+    assert torch.equal(inputs[[1, 3]], embeds[[1, 3]]), "bit for bit"
+
+
+def test_a_control_computes_in_float32_and_returns_the_dtype_of_its_embeddings():
+    """The sampler does so without autocast, the update within it."""
+    embeds, heard, weights, _, _ = moves_by_hand()
+    embeds, heard = embeds.bfloat16(), heard.bfloat16()
+    weights[2] = torch.tensor([0.3, 0, 0, 0.7])  # no numbers of bf16
+    alone = controlled("strangers", embeds, heard, weights, None, 0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = controlled("strangers", embeds, heard, weights, None, 0.1)
+    assert [x.dtype for x in under] == [torch.bfloat16, torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(alone, under, strict=True))
+
+
+@torch.no_grad()
+def test_a_path_without_thinking_peers_is_moved_in_no_control(made):
+    """I2: neither when its peers have stopped thinking nor when it has itself."""
+    for control in CONTROLS:
+        _, out = made(control)
+        has_peers = out.mix.transpose(1, 2).flatten(0, 1).any(-1)  # (B, T, G, G) -> (N, T)
+        assert (out.thinking & ~has_peers).any(), "some think alone"
+        assert not out.input_change[~has_peers].any()
+        assert (out.input_change[has_peers] > 0).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_likeliest_tokens_are_those_of_a_sort_the_lower_id_first_among_equals(dtype):
-    """bf16 has few numbers: most of the largest logits are equal to others. Some ids are no token's."""
+    """bf16 has few numbers: most of the largest logits are equal to others. Some ids are no token's. Logits
+    may all be below 0, and lie in more blocks than there are tokens to find.
+    """
     generator = torch.Generator().manual_seed(0)
-    for width in (128, 1280):
+    for width in (128, 18 * 128):
         logits = (3 * torch.randn(7, width, generator=generator)).to(dtype)
         logits[1] = 0.5
         logits[2, 5:40] = 9.0
+        logits[4] -= 100
         unreal = torch.tensor([0, 6, 7, *range(width - 50, width)])
         logits[:, unreal] += 20
         allowed = [v for v in range(width) if v not in unreal.tolist()]
@@ -389,6 +457,18 @@ def test_an_interaction_of_unknown_words_is_refused():
     for name in ("similarity", "control"):
         with pytest.raises(ValueError, match=f"{name}='nois': must be one of"):
             Interaction(0.1, **{name: "nois"})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ((1.5, 0.1), "lambda_blend=1.5: must be between 0 and 1"),
+        ((0.1, 0.0), "temperature=0.0: must be positive and finite"),
+    ],
+)
+def test_an_interaction_of_impossible_numbers_is_refused(numbers, why):
+    with pytest.raises(ValueError, match=why):
+        Interaction(*numbers)
 
 
 FLAGS = "--m3po_control strangers --save_every 1 --m3po_lambda 0.5 --eval_every 0 "
