@@ -122,6 +122,7 @@ def test_the_dtypes_of_the_precisions():
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for name, dtype in dtypes.items():
         assert compute_dtype(name, "cuda") == compute_dtype(name, torch.device("cuda", 1)) == dtype
+    assert compute_dtype("bf16", "mps") == compute_dtype("fp32", "mps") == torch.float32, "no CUDA there"
     assert compute_dtype("bf16", "cpu") == compute_dtype("fp32", torch.device("cpu")) == torch.float32
     with pytest.raises(SettingError, match="precision=True: must be one of bf16, fp16, fp32"):
         load_solver("/nowhere", precision=True)
@@ -277,11 +278,11 @@ def test_a_norm_in_two_parts_is_the_whole_one_also_near_the_end_of_the_range(dty
 def test_the_scale_is_halved_down_to_1_and_doubled_after_many_good_steps(monkeypatch):
     monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
     scale, values = LossScale(4.0), []
-    for good in (True, True, False, True, True, True, False, False, False, False, True):
+    for good in (True, True, False, *[True] * 6, *[False] * 5, True):
         values.append(scale.count_good_step() if good else scale.halve())
         values[-1] = (scale.value, values[-1])
-    assert [value for value, _ in values] == [4, 4, 2, 2, 2, 4, 2, 1, 1, 1, 1]
-    assert [helps for _, helps in values if helps is not None] == [True, True, True, False, False]
+    assert [value for value, _ in values] == [4, 4, 2, 2, 2, 4, 4, 4, 8, 4, 2, 1, 1, 1, 1]
+    assert [helps for _, helps in values if helps is not None] == [True, True, True, True, False, False]
     assert LossScale().value == 16384
     again = LossScale()
     again.restore(json.loads(json.dumps(scale.state())))
