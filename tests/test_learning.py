@@ -246,6 +246,7 @@ def test_the_learning_rate_warms_up_and_follows_its_curve():
         return out
 
     assert rates("constant") == [0.05] + [0.1] * 9
+    assert rates("constant", steps=12)[:4] == [0.0333, 0.0667, 0.1, 0.1], "2.4 steps of warm-up are three"
     assert rates("linear") == [0.05, 0.1, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]
     assert rates("cosine")[6] == pytest.approx(0.05)
     for kind in ("constant", "linear", "cosine"):

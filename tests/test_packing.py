@@ -16,7 +16,7 @@ from learning.learner import make_learner
 from learning.log_probs import Scorer, compile_layers, make_scorer, pack_rows
 from learning.memory import batch_tokens, micro_batches
 from learning.models import add_adapters
-from learning.packing import attend_packed, is_packed, pack, ranges
+from learning.packing import attend_packed, is_packed, pack, packed_attention, ranges
 from small_models import build_model
 from small_update import FLAGS, small_update
 
@@ -124,6 +124,24 @@ def test_the_segments_of_the_flash_kernel_hold_what_the_mask_allows(tokenizer, p
         assert masked.query_grid[segment, t] == query
         allowed = masked.key_grid[segment][masked.mask[segment, 0, t]]
         assert masked.source[allowed].tolist() == seen[query]
+
+
+@pytest.mark.parametrize("is_packed_here", [True, False])
+def test_packed_attention_is_plain_attention_at_the_scale_of_the_model(is_packed_here, tokenizer, prompts):
+    """Some models scale by other than 1 / sqrt(D)."""
+    _, _, rollout = sampled("llama", tokenizer, prompts)
+    segments = pack(rollout, torch.tensor([1, 2, 6]), False).segments if is_packed_here else None
+    M = len(segments.places) if is_packed_here else 6
+    q, k, v = torch.randn(3, 1, 2, M, 8, generator=torch.Generator().manual_seed(0))
+    seen = [list(range(m + 1)) for m in range(M)]
+    for query, place in enumerate(segments.places.tolist() if is_packed_here else ()):
+        segment, t = divmod(place, segments.query_grid.shape[1])
+        seen[query] = segments.source[segments.key_grid[segment][segments.mask[segment, 0, t]]].tolist()
+    out, _ = packed_attention(torch.nn.Module(), q, k, v, None, scaling=0.9, segments=segments)
+    for m, keys in enumerate(seen):
+        weights = (0.9 * q[0, :, m, None] * k[0][:, keys]).sum(-1).softmax(-1)  # (heads, keys)
+        wanted = (weights[..., None] * v[0][:, keys]).sum(1)
+        assert torch.allclose(out[0, m], wanted, atol=1e-5)
 
 
 def test_ranges_lie_behind_each_other():
