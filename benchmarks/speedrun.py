@@ -216,7 +216,7 @@ def checked(parser, argv=None):
         import yaml
 
         settings = yaml.safe_load("\n".join(recipe_lines(args)))
-        args.answer_tokens = max(300, settings["max_completion_length"])
+        args.answer_tokens = max(300, settings.get("max_completion_length", 0))
     args.work.mkdir(parents=True, exist_ok=True)
     return args
 

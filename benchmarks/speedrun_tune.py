@@ -43,9 +43,8 @@ from running.study_file import Evaluation
 
 NAME = "speedrun_tune"
 MOST_STEPS = 100_000
-SHORT = (
-    r"Please reason step by step, and put your final answer within \boxed{}."  # as Qwen's own evaluations ask
-)
+# As Qwen's own evaluations ask
+SHORT = r"Please reason step by step, and put your final answer within \boxed{}."
 BOXED = {"answer_format": "boxed", "warm_start": "none", "max_completion_length": 320}
 SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "recipe": {},
