@@ -3,6 +3,7 @@ the training split. The test split is never read.
 
     python benchmarks/speedrun_tune.py --model DIR --data FOLDER [--minutes 5] [--only lr-5e-6 batch-32 ...]
     python benchmarks/speedrun_tune.py --model DIR --data FOLDER --steps 345 --only cosine
+    python benchmarks/speedrun_tune.py --model DIR --data FOLDER --queue FILE
 
 One process tries one variation after the other, so that loading and compiling are paid for once. GRPO gets
 the seconds that the minutes leave it: less --setup for loading, compiling and saving, less what the
@@ -12,7 +13,10 @@ the place of the minutes: for schedules that end with the last step, and for car
 variations whose steps take as long as the recipe's are compared fairly so. A variation that the result file
 has already is not tried again, so that calls add up, and processes on several cards too; --stop_after begins
 no further one after so many minutes. Accuracy: mean of 8 samples at temperature 1, and greedy, on 512
-questions.
+questions; the entropy is that of the sampler, in nats a token, over the last tenth of the steps.
+
+With --queue the variations are the lines of a file, `name` of one below or `name {"setting": value, ...}`; it
+is read again before each, so that what was seen may decide what comes next, until a line says `end`.
 """
 
 import argparse
@@ -45,9 +49,11 @@ NAME = "speedrun_tune"
 MOST_STEPS = 100_000
 # As Qwen's own evaluations ask
 SHORT = r"Please reason step by step, and put your final answer within \boxed{}."
+KL = {"beta": 0.005}
 BOXED = {"answer_format": "boxed", "warm_start": "none", "max_completion_length": 320}
 SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "recipe": {},
+    "lr-1e-6": {"learning_rate": 1e-6},
     "lr-5e-6": {"learning_rate": 5e-6},
     "lr-1e-5": {"learning_rate": 1e-5},
     "lr-3e-6": {"learning_rate": 3e-6},
@@ -60,7 +66,23 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "g-4": {"batch_size": 128, "num_generations": 4},
     "g-16": {"batch_size": 32, "num_generations": 16},
     "limit-200": {"max_completion_length": 200},
-    "kl": {"beta": 0.005},
+    # the KL keeps the entropy up, and costs a forward of the reference and the groups without a signal
+    "kl": KL,
+    "kl-lr-3e-6": KL | {"learning_rate": 3e-6},
+    "kl-lr-5e-6": KL | {"learning_rate": 5e-6},
+    "kl-lr-1e-5": KL | {"learning_rate": 1e-5},
+    "kl-0.002": {"beta": 0.002},
+    "kl-0.01-lr-3e-6": {"beta": 0.01, "learning_rate": 3e-6},
+    "kl-lora-1e-4": KL | {"learning_rate": 1e-4, "lora_r": 32},
+    "kl-batch-32": KL | {"batch_size": 32},
+    "kl-batch-128-lr-3e-6": KL | {"batch_size": 128, "learning_rate": 3e-6},
+    "kl-g-16": KL | {"batch_size": 32, "num_generations": 16},
+    "kl-start-2": KL | {"start": {"num_epochs": 2.0}},
+    "kl-start-half": KL | {"start": {"num_epochs": 0.5}},
+    "kl-dr-grpo": KL | {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "kl-multi-reward": KL | {"reward_set": "multi_reward"},
+    "kl-dynamic-1": KL | {"dynamic_sampling": 1},
+    "kl-pass-rate": KL | {"problem_sampling": "pass_rate"},
     "fp16": {"precision": "fp16"},
     "fp16-lr-3e-6": {"precision": "fp16", "learning_rate": 3e-6},
     "fp16-batch-32": {"precision": "fp16", "batch_size": 32},
@@ -85,6 +107,7 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "boxed-short-prompt": BOXED | {"system_prompt": SHORT},
     "boxed-400": BOXED | {"max_completion_length": 400},
     "boxed-256": BOXED | {"max_completion_length": 256},
+    "boxed-256-5e-6": BOXED | {"max_completion_length": 256, "learning_rate": 5e-6},
     "boxed-3e-6": BOXED | {"learning_rate": 3e-6},
     "boxed-5e-6": BOXED | {"learning_rate": 5e-6},
     "boxed-lora-1e-4": BOXED | {"learning_rate": 1e-4, "lora_r": 32},
@@ -95,6 +118,7 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "start-half": {"start": {"num_epochs": 0.5}},
     "start-2": {"start": {"num_epochs": 2.0}},
     "start-2e-5": {"start": {"learning_rate": 2e-5}},
+    "start-quarter-2e-5": {"start": {"num_epochs": 0.25, "learning_rate": 2e-5}},
     "start-half-2e-5": {"start": {"num_epochs": 0.5, "learning_rate": 2e-5}},
 }
 
@@ -137,9 +161,9 @@ def supervised_start(args, settings):
     return str(out / "warm_start"), json.loads(metrics[-1])["train_seconds"]
 
 
-def try_out(args, name, loaded):
+def try_out(args, name, loaded, settings):
     """What a variation came to: {metric: (value, unit)}."""
-    settings = dict(SETTINGS[name])
+    settings = dict(settings)
     of_start, start, supervised = settings.pop("start", {}), args.model, 0.0
     if config_of(args, settings).warm_start != "none":
         start, supervised = supervised_start(args, of_start)
@@ -171,6 +195,8 @@ def try_out(args, name, loaded):
         round(len(steps) * batch[0] * batch[1] / steps[-1]["train_seconds"], 1),
         "1/s",
     )
+    last = steps[-max(1, len(steps) // 10) :]
+    found["entropy"] = round(fmean(s["entropy"] for s in last), 4), "nats"
     found["dead_groups"] = round(fmean(s["frac_reward_zero_std"] for s in steps), 4), "share"
     found["sampled_over_trained"] = round(sampled_over_trained(steps, batch), 4), ""
     shutil.rmtree(out)
@@ -210,33 +236,71 @@ def main():
         "--stop_after", type=float, default=math.inf, help="minutes; begin no variation later"
     )
     parser.add_argument("--questions", type=int, default=QUESTIONS, help="held out, to judge by")
-    parser.add_argument("--name", default=NAME, help="of the result file")
+    parser.add_argument("--queue", type=Path, help="file of the variations to try, in the place of --only")
+    parser.add_argument("--name", help="of the result file (default: one for each length)")
     args = parser.parse_args()
-    began, found, loaded = time.monotonic(), tried_before(args), Loaded()
-    waiting = [name for name in args.only if name not in found]
+    length = f"{args.steps}steps" if args.steps else f"{args.minutes:g}min"
+    args.name = args.name or f"{NAME}_{length}"
+    began, loaded = time.monotonic(), Loaded()
     if not (args.work / "data").exists():
         hold_out(args.data, args.work / "data", args.questions)
-    while waiting and time.monotonic() - began < 60 * args.stop_after:
-        name = waiting.pop(0)
-        print(f"variation {name}: {SETTINGS[name]}", flush=True)
+    refused = set()
+    for name, settings in variations(args, refused):
+        if time.monotonic() - began >= 60 * args.stop_after:
+            print(f"not begun, by --stop_after: {name}")
+            break
+        print(f"variation {name}: {settings}", flush=True)
         try:
-            found[name] = try_out(args, name, loaded)
+            found = try_out(args, name, loaded, settings)
         except RunError as error:  # what diverges is a result, too
-            found[name] = {"failed": (str(error), "")}
-        write(args, found)
-    left = f", not tried yet: {' '.join(waiting)}" if waiting else ""
-    print(f"{len(found)} configurations tried{left}")
+            found = {"failed": (str(error), "")}
+        except SystemExit as error:  # settings that cannot be tried; the queue goes on
+            if not args.queue:
+                raise
+            print(f"{name} is left out: {error}", flush=True)
+            refused.add(name)
+            continue
+        write(args, {name: found}, {name: settings})
+    print(f"{len(tried_before(args))} configurations tried")
 
 
-def write(args, found):
+def variations(args, refused):
+    """(name, settings) of what has not been tried yet, one at a time; with a queue until a line says `end`.
+
+    refused: names that are left out, here too.
+    """
+    if not args.queue:
+        tried = tried_before(args)
+        yield from ((name, SETTINGS[name]) for name in args.only if name not in tried)
+        return
+    while True:
+        done = refused | tried_before(args).keys()
+        lines = [line.strip().partition(" ") for line in args.queue.read_text().splitlines() if line.strip()]
+        name, _, given = next((line for line in lines if line[0] not in done), ("", "", ""))
+        if name == "end":
+            return
+        if not name:
+            time.sleep(1)
+            continue
+        try:
+            yield name, json.loads(given) if given else SETTINGS[name]
+        except (KeyError, ValueError) as error:
+            print(f"{name} is left out: its settings are neither known nor JSON: {error}", flush=True)
+            refused.add(name)
+
+
+def write(args, found, settings):
+    """Add variations, {name: {metric: (value, unit)}} and {name: settings}, to the result file."""
     found = tried_before(args) | found  # another process may have written, too
+    path = RESULTS / f"{args.name}.json"
+    settings = (json.loads(path.read_text())["settings"] if path.exists() else {}) | settings
     best_first = sorted(found, key=lambda name: -found[name].get("mean8", (0.0,))[0])
     rows = [("all", "configurations_tried", len(found), "configurations")]
     for name in best_first:
         rows += [(name, metric, value, unit) for metric, (value, unit) in found[name].items()]
     more = dict(minutes=args.minutes, steps=args.steps, seed=args.seed, questions=args.questions)
     more["recipe"] = recipe_lines(args)
-    more["settings"] = {name: SETTINGS[name] for name in best_first}
+    more["settings"] = {name: settings[name] for name in best_first}
     write_results(args.name, rows, card_id=card_id(), **more)
 
 

@@ -237,19 +237,28 @@ def _seeds(m):
 
 
 def speedrun_tune():
-    """The variations of the recipe that were tried, the best first, once there are any."""
-    if not (RESULTS / "speedrun_tune.json").exists():
+    """The variations of the recipe that were tried, a table for each length, the best first."""
+    files = sorted(RESULTS.glob("speedrun_tune_*.json"))
+    if not files:
         return "Not measured yet: `python benchmarks/speedrun_tune.py --model DIR --data FOLDER`."
-    cases, result = values("speedrun_tune")
+    return "\n\n".join(_variations(file.stem) for file in files)
+
+
+def _variations(name):
+    cases, result = values(name)
     count, rows = cases.pop("all")["configurations_tried"], []
     for case, m in cases.items():
-        settings = ", ".join(f"{key} {value}" for key, value in result["settings"][case].items())
+        given = result["settings"][case]
+        of_start = {f"the start's {key}": value for key, value in given.get("start", {}).items()}
+        changed = {key: value for key, value in given.items() if key != "start"} | of_start
+        settings = ", ".join(f"{key} {value}" for key, value in changed.items())
         if "failed" in m:
-            rows.append([case, settings, m["failed"], "", "", "", ""])
+            rows.append([case, settings, m["failed"], "", "", "", "", ""])
             continue
         row = [case, settings, number(m["mean8"]), number(m["greedy"]), m["steps"]]
-        rows.append([*row, f"{m['dead_groups']:.0%}", f"{m['sampled_over_trained']:.2f}"])
-    header = ["variation", "settings", "mean of 8 samples", "greedy", "steps", "dead groups"]
+        entropy = f"{m['entropy']:.2f}" if "entropy" in m else ""
+        rows.append([*row, entropy, f"{m['dead_groups']:.0%}", f"{m['sampled_over_trained']:.2f}"])
+    header = ["variation", "settings", "mean of 8 samples", "greedy", "steps", "entropy, nats", "dead groups"]
     header += ["sampled over trained"]
     note = f"{count} configurations tried, each once; {result['questions']} held-out training questions"
     note += f", {result['steps']} steps" if result.get("steps") else f", {result['minutes']:g} minutes"

@@ -134,7 +134,7 @@ def test_the_warm_up_of_a_variation_is_as_long_as_the_recipe_s(tune, tmp_path):
 def test_a_falling_learning_rate_needs_the_step_that_it_ends_with(tune, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "supervised_start", lambda args, settings: ("m", 20.0))
     with pytest.raises(SystemExit, match="variation cosine: its learning rate falls to the last step"):
-        tune.try_out(tune_options(tmp_path, setup=60.0), "cosine", None)
+        tune.try_out(tune_options(tmp_path, setup=60.0), "cosine", None, tune.SETTINGS["cosine"])
 
 
 def test_the_peer_s_rewards_are_told_the_answer_format(benchmark_module):  # noqa: F811
@@ -168,16 +168,33 @@ def test_variations_of_several_calls_add_up_and_those_of_another_recipe_do_not(t
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     args = tune_options(tmp_path)
     first = {"recipe": {"mean8": (0.3, "accuracy")}, "kl": {"failed": ("diverged", "")}}
-    tune.write(args, first)
+    tune.write(args, first, {"recipe": {}, "kl": {"beta": 1.0}})
     assert tune.tried_before(args) == first
-    tune.write(args, {"g-4": {"mean8": (0.4, "accuracy")}})  # as another process does
-    rows = json.loads((tmp_path / "tune.json").read_text())["rows"]
+    tune.write(args, {"g-4": {"mean8": (0.4, "accuracy")}}, {"g-4": {}})  # as another process does
+    made = json.loads((tmp_path / "tune.json").read_text())
+    assert made["settings"] == {"g-4": {}, "recipe": {}, "kl": {"beta": 1.0}}
+    rows = made["rows"]
     assert rows[0]["value"] == 3
     assert [row["case"] for row in rows[1:]] == ["g-4", "recipe", "kl"], "the best first"
     with pytest.raises(SystemExit, match="is of another recipe, seed or length"):
         tune.tried_before(tune_options(tmp_path, minutes=3.0))
     with pytest.raises(SystemExit, match="is of another recipe, seed or length"):
         tune.tried_before(tune_options(tmp_path, steps=345))
+
+
+def test_a_queue_is_read_again_before_each_variation(tune, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    monkeypatch.setattr(tune, "tried_before", lambda args: {"kl": {}})
+    args, refused = tune_options(tmp_path, queue=tmp_path / "queue"), set()
+    args.queue.write_text('kl\nunknown\nbroken {"beta": }\ng-16\n')
+    found = tune.variations(args, refused)
+    assert next(found) == ("g-16", tune.SETTINGS["g-16"])
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()] == ["unknown", "broken"]
+    args.queue.write_text('longer {"max_completion_length": 320}\nend\n')
+    assert next(found) == ("longer", {"max_completion_length": 320})
+    refused.add("longer")
+    assert next(found, "the end") == "the end"
 
 
 # By pass rate against uniform
