@@ -107,6 +107,10 @@ class Run:
             self.say("WARNING: learning_rate=0.0: every rate of this run is 0, and no weight will change")
         if self.config.fsdp and self.accelerator.num_processes == 1:
             self.say("note: fsdp shards nothing on one process")
+        limits = [name for name in TIME_LIMITS if getattr(self.config, name) is not None]
+        if limits and (kind := self.config.lr_scheduler_type) != "constant":
+            until = f"the rate falls until step {self.total}, and {limits[0]} may end the run before"
+            self.say(f"note: lr_scheduler_type={kind}: {until}")
         self.log = MetricsLog(self)
 
     def _is_done(self, note):

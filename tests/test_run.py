@@ -387,7 +387,16 @@ def test_report_html_is_opened_once_where_it_is_asked_for(fault_start, tmp_path,
 
 def test_the_end_by_max_minutes_is_said(fault_start, tmp_path, capsys):
     grpo_train.train(settings_of(fault_start, tmp_path / "out", max_minutes=1e-9))
-    assert "max_minutes=1e-09 of training are over: the run ends" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "max_minutes=1e-09 of training are over: the run ends" in out
+    assert "the rate falls" not in out
+
+
+def test_a_rate_that_time_may_cut_short_is_said(fault_start, tmp_path, capsys):
+    how = dict(max_minutes=1e-9, lr_scheduler_type="linear", num_steps=7)
+    grpo_train.train(settings_of(fault_start, tmp_path / "out", **how))
+    said = "lr_scheduler_type=linear: the rate falls until step 7, and max_minutes may end the run before"
+    assert said in capsys.readouterr().out
 
 
 def test_a_reward_given_from_python_is_named_where_it_needs_what_is_not_there(recipe_start, tmp_path):
