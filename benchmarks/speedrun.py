@@ -37,7 +37,8 @@ NOTHING_RIGHT = (
 def run_by_the_clock(words, log, out):
     """Run a command of this Python; returns its status, its seconds, and those at which each step had ended.
 
-    out: the run's folder. One whose first step has nothing right is stopped, and the benchmark with it.
+    out: the run's folder. One whose first step has nothing right is stopped, and the benchmark with it. Each
+    line of the log begins with the seconds at which it came.
     """
     print("$ python", *words, flush=True)
     moments, started = {}, time.perf_counter()
@@ -47,8 +48,8 @@ def run_by_the_clock(words, log, out):
     )
     with log.open("w") as file:
         for line in process.stdout:
-            file.write(line)
             seconds = time.perf_counter() - started
+            file.write(f"{seconds:8.1f} {line}")
             if found := STEP.match(line):
                 moments[int(found[1])] = seconds
             if found and found[1] == "1" and read_steps(out)[0]["correct"] == 0:
@@ -83,7 +84,7 @@ def once(words, out, args, recipe, saved=None):
         shutil.rmtree(earlier)
     status, seconds, moments = run_by_the_clock(words, log, out)
     if status:
-        last = (log.read_text().splitlines() or ["it said nothing"])[-1]
+        last = (log.read_text().splitlines() or [f"{seconds:8.1f} it said nothing"])[-1][9:]
         if "max_wall_minutes" in last:
             last += (
                 f"\n--minutes {args.minutes:g} is too short: give that, and {args.saving:.0f} s for saving"

@@ -108,7 +108,8 @@ class Run:
         if self.config.fsdp and self.accelerator.num_processes == 1:
             self.say("note: fsdp shards nothing on one process")
         limits = [name for name in TIME_LIMITS if getattr(self.config, name) is not None]
-        if limits and (kind := self.config.lr_scheduler_type) != "constant":
+        kind = self.config.lr_scheduler_type
+        if limits and kind != "constant" and self.outer is None:  # a warm start is whole or refused
             until = f"the rate falls until step {self.total}, and {limits[0]} may end the run before"
             self.say(f"note: lr_scheduler_type={kind}: {until}")
         self.log = MetricsLog(self)
