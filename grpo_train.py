@@ -136,7 +136,9 @@ def train(config, reward_functions=None, dataset=None, study=None):
         decoder = loaded.decode_with(config, sampler, tokenizer)
         steps = steps_to_do(config, len(problems))  # of one outer iteration
         total = steps * config.outer_iterations
-        learner = make_learner(config, run.accelerator, policy, reference, decoder, total * config.mu)
+        learner = make_learner(
+            config, run.accelerator, policy, reference, decoder, total * config.mu, lambda: run.time_used
+        )
         evaluate = partial(held_out_accuracy, run, decoder, held_out)
         inputs = inputs_of(run, problems, held_out, start, policy, reward_functions)
         run.open(learner, inputs, evaluate, steps, total)  # locks the folder; resumes or begins

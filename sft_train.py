@@ -88,7 +88,7 @@ def train(config, outer=None, of_study=False):
         if sampler is not policy:
             decoder.choose_path()
         total = steps_to_do(config, len(pairs))
-        learner = make_learner(config, run.accelerator, policy, None, decoder, total)
+        learner = make_learner(config, run.accelerator, policy, None, decoder, total, lambda: run.time_used)
 
         def evaluate():
             refresh(sampler, policy)

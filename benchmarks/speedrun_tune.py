@@ -9,8 +9,8 @@ One process tries one variation after the other, so that loading and compiling a
 the seconds that the minutes leave it: less --setup for loading, compiling and saving, less what the
 supervised start took, which is made once for each kind of start and kept in --work. What the first step takes
 longer than the second is set-up and does not count. With --steps each variation trains for so many steps in
-the place of the minutes: for schedules that end with the last step, and for cards that others use too; only
-variations whose steps take as long as the recipe's are compared fairly so. A variation that the result file
+the place of the minutes: for cards that others use too; only variations whose steps take as long as the
+recipe's are compared fairly so. A variation that the result file
 has already is not tried again, so that calls add up, and processes on several cards too; --stop_after begins
 no further one after so many minutes. Accuracy: mean of 8 samples at temperature 1, and greedy, on 512
 questions; the entropy is that of the sampler, in nats a token, over the last tenth of the steps.
@@ -87,6 +87,8 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "fp16-lr-3e-6": {"precision": "fp16", "learning_rate": 3e-6},
     "fp16-batch-32": {"precision": "fp16", "batch_size": 32},
     "cosine": {"lr_scheduler_type": "cosine"},
+    "linear-4e-6": {"lr_scheduler_type": "linear", "learning_rate": 4e-6},
+    "kl-linear-4e-6": KL | {"lr_scheduler_type": "linear", "learning_rate": 4e-6},
     "cosine-3e-6": {"lr_scheduler_type": "cosine", "learning_rate": 3e-6},
     "cosine-5e-6": {"lr_scheduler_type": "cosine", "learning_rate": 5e-6},
     "temperature-1.2": {"temperature": 1.2},
@@ -173,8 +175,6 @@ def try_out(args, name, loaded, settings):
     out = args.work / name
     where = dict(model=start, warm_start="none", output_dir=str(out), overwrite_output_dir=True)
     config = config_of(args, settings, max_minutes=None if args.steps else left / 60, **where)
-    if not args.steps and config.lr_scheduler_type != "constant":
-        raise SystemExit(f"variation {name}: its learning rate falls to the last step: give --steps")
     how = dict(dataset=str(args.work / "data"), answer_format=config.answer_format, grading=config.grading)
     limits = config.max_completion_length, config_of(args, {}).max_completion_length
     how |= dict(max_completion_length=max(limits), steps=[config.num_steps])

@@ -107,15 +107,18 @@ class Learner:
         return self.accelerator.reduce(torch.stack(values), "sum").tolist()  # device sync
 
 
-def make_learner(config, accelerator, policy, reference, decoder, total_steps):
-    """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer."""
+def make_learner(config, accelerator, policy, reference, decoder, total_steps, time_used=lambda: 0.0):
+    """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer.
+
+    time_used(): the share of the run's minutes that is over, where they are limited.
+    """
     scorer = make_scorer(policy, decoder.tables, config)
     reference_scorer = None if reference is None else make_scorer(reference, decoder.tables, config)
     remarks = [made.remark for made in (scorer, reference_scorer) if made is not None]
     for remark in dict.fromkeys(filter(None, remarks)):  # once where both have the same
         say(remark)
     scorer = distribute(accelerator, scorer, config)
-    optimizer, schedule = make_optimizer(policy, config, total_steps)  # after sharding
+    optimizer, schedule = make_optimizer(policy, config, total_steps, time_used)  # after sharding
     is_fp16 = compute_dtype(config.precision, policy.device) == torch.float16
     budget = TokenBudget(config, policy)
     budget.bytes_to_come = decoder.engine.bytes_to_come
@@ -134,7 +137,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps):
     )
 
 
-def make_optimizer(model, config, total_steps):
+def make_optimizer(model, config, total_steps, time_used=lambda: 0.0):
     """AdamW over the trained weights, decay on matrices only, and its schedule over `total_steps` steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
@@ -148,21 +151,30 @@ def make_optimizer(model, config, total_steps):
     groups = [group for group in (matrices, others) if group["params"]]
     optimizer = kind(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
     warmup = math.ceil(config.warmup_ratio * total_steps)
-    curve = rate_curve(config.lr_scheduler_type, warmup, total_steps)
+    curve = rate_curve(config.lr_scheduler_type, warmup, total_steps, time_used)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, curve)
 
 
-def rate_curve(kind, warmup, total):
+def rate_curve(kind, warmup, total, time_used=lambda: 0.0):
     """The share of the rate at a step, counted from 0: 1/n, 2/n, ..., 1 in a warm-up of n steps, then 1, or
-    down to 0 at `total`, where no step is taken any more.
+    down to 0 at `total`, where no step is taken any more, or at the end of the time, whichever is nearer.
     """
 
     def curve(step):
         if step < warmup:
             return (step + 1) / warmup
-        steps = max(1, total - warmup)
+        left = max(0.0, min((total - step) / max(1, total - warmup), 1 - time_used()))
         if kind == "linear":
-            return max(0.0, (total - step) / steps)
-        return max(0.0, 0.5 * (1 + math.cos(math.pi * (step - warmup) / steps))) if kind == "cosine" else 1.0
+            return left
+        return 0.5 * (1 - math.cos(math.pi * left)) if kind == "cosine" else 1.0
 
     return curve
+
+
+def renew_rates(schedule, optimizer):
+    """Set the rates of the next step by its curve, which may be another than when the schedule went on."""
+    for group, rate, curve in zip(
+        optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+    ):
+        group["lr"] = rate * curve(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

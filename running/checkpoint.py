@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import NoRoomError, RunError, SettingError, one_line
+from learning.learner import renew_rates
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, raise_on_all, together, whole
@@ -278,9 +279,7 @@ def load_schedule(schedule, optimizer, saved):
     """Go on at the saved step, with this run's learning rates."""
     rates = schedule.base_lrs
     schedule.load_state_dict({**saved, "base_lrs": rates, "lr_lambdas": [None] * len(rates)})
-    for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
-        group["lr"] = rate * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+    renew_rates(schedule, optimizer)
 
 
 def _flat(values, above=""):

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from errors import Interrupted, NotFiniteError, SettingError, Stopped
-from learning.learner import NOT_FINITE
+from learning.learner import NOT_FINITE, renew_rates
 from learning.parallel import first_over_processes, max_over_processes, raise_on_all, shard, together
 from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
@@ -45,6 +45,8 @@ class Run:
         self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # progress.problems_drawn, and this step's
+        self.steps_began = 0.0  # seconds on the clock of max_wall_minutes
+        self.time_used = 0.0  # the share of the run's minutes that is over, of both limits the larger
 
     def __enter__(self):
         self.threads_before = torch.get_num_threads()
@@ -100,6 +102,8 @@ class Run:
         state = self.checkpoints.resume() if self.config.resume else None
         if state is not None:
             self.progress = Progress.from_state(state)
+            self._note_training_time()
+            renew_rates(learner.schedule, learner.optimizer)
         self.saved_step = self.progress.step
         self.has_begun = True
         start_logs(self, state)
@@ -107,11 +111,6 @@ class Run:
             self.say("WARNING: learning_rate=0.0: every rate of this run is 0, and no weight will change")
         if self.config.fsdp and self.accelerator.num_processes == 1:
             self.say("note: fsdp shards nothing on one process")
-        limits = [name for name in TIME_LIMITS if getattr(self.config, name) is not None]
-        kind = self.config.lr_scheduler_type
-        if limits and kind != "constant" and self.outer is None:  # a warm start is whole or refused
-            until = f"the rate falls until step {self.total}, and {limits[0]} may end the run before"
-            self.say(f"note: lr_scheduler_type={kind}: {until}")
         self.log = MetricsLog(self)
 
     def _is_done(self, note):
@@ -196,6 +195,7 @@ class Run:
             metrics["eval_length_before"] = self.first_evaluation["eval_length"]
         warning = progress.collapse_warning(metrics, config.warn_after) if "reward" in metrics else None
         self.is_last = progress.step == self.total or self._is_out_of_time()
+        renew_rates(self.learner.schedule, self.learner.optimizer)
         if config.eval_every and (progress.step % config.eval_every == 0 or self.is_last):
             progress.unlogged = metrics
             metrics = metrics | self._evaluate()
@@ -235,15 +235,21 @@ class Run:
         return bool(self.config.patience) and self.progress.since_best >= self.config.patience
 
     def _is_out_of_time(self):
+        """Whether the run's minutes are over; sets time_used, by which a falling learning rate falls."""
         minutes, wall_minutes = self.config.max_minutes, self.config.max_wall_minutes
-        if minutes is not None and max_over_processes(self.progress.train_seconds) >= 60 * minutes:
+        self._note_training_time()
+        if minutes is not None and self.time_used >= 1:
             self.say(f"max_minutes={minutes:g} of training are over: the run ends")
             return True
         if wall_minutes is None:
             return False
+        now = seconds_since_start()
         step_seconds = time.perf_counter() - self.step_began
+        share = (now - self.steps_began) / (60 * wall_minutes - self.steps_began)
         # the next step is as long as this one
-        after_next, step_seconds = max_over_processes((seconds_since_start() + step_seconds, step_seconds))
+        after_next, step_seconds, share = max_over_processes((now + step_seconds, step_seconds, share))
+        if self.outer is None:  # of a warm start the limit bounds more than the start
+            self.time_used = max(self.time_used, share)
         if after_next < 60 * wall_minutes:
             return False
         if self.outer is not None and self.progress.step < self.total:  # half of a start is no start
@@ -253,12 +259,19 @@ class Run:
         self.say(f"max_wall_minutes={wall_minutes:g} are over: the run ends")
         return True
 
+    def _note_training_time(self):
+        minutes = self.config.max_minutes
+        self.time_used = 0.0
+        if minutes is not None:
+            self.time_used = max_over_processes(self.progress.train_seconds) / (60 * minutes)
+
     def _refuse_late_start(self):
         """Refuse max_wall_minutes that are over before the first step."""
         minutes = self.config.max_wall_minutes
         if minutes is None or self.progress.step >= self.total:
             return
-        if (seconds := max_over_processes(seconds_since_start())) >= 60 * minutes:
+        self.steps_began = seconds = max_over_processes(seconds_since_start())
+        if seconds >= 60 * minutes:
             before = f"loading and what else comes before this run's first step took {seconds:.0f} s"
             more = math.ceil(seconds / 6 + 1) / 10
             raise SettingError("max_wall_minutes", minutes, f"{before}: give more than {more} minutes")

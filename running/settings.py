@@ -231,7 +231,10 @@ class TrainConfig:
     )
     max_grad_norm: float = setting(0.1, "gradients are scaled down to this norm; 0 only measures")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "learning rate after the warm-up", in_card=True
+        "constant",
+        "learning rate after the warm-up; linear and cosine fall to 0 at the last step or the end of the "
+        "minutes, whichever is nearer",
+        in_card=True,
     )
     warmup_ratio: float = setting(
         0.0, "share of the optimiser steps in which the learning rate rises: of n steps 1/n, 2/n, ..., 1"

@@ -4,7 +4,9 @@ import io
 import json
 import os
 import sys
+from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -387,16 +389,44 @@ def test_report_html_is_opened_once_where_it_is_asked_for(fault_start, tmp_path,
 
 def test_the_end_by_max_minutes_is_said(fault_start, tmp_path, capsys):
     grpo_train.train(settings_of(fault_start, tmp_path / "out", max_minutes=1e-9))
-    out = capsys.readouterr().out
-    assert "max_minutes=1e-09 of training are over: the run ends" in out
-    assert "the rate falls" not in out
+    assert "max_minutes=1e-09 of training are over: the run ends" in capsys.readouterr().out
 
 
-def test_a_rate_that_time_may_cut_short_is_said(fault_start, tmp_path, capsys):
-    how = dict(max_minutes=1e-9, lr_scheduler_type="linear", num_steps=7)
-    grpo_train.train(settings_of(fault_start, tmp_path / "out", **how))
-    said = "lr_scheduler_type=linear: the rate falls until step 7, and max_minutes may end the run before"
-    assert said in capsys.readouterr().out
+def rates_by_the_clock(fault_start, folder, monkeypatch, **limit):
+    """The learning rates of a run whose steps take 60 s each, of which 3 x 10 s are training."""
+    clock = SimpleNamespace(seconds=90.0)  # the first step begins then
+
+    @contextmanager
+    def timed(run, name):
+        yield
+        clock.seconds += 20
+        run.seconds[name] = 10.0
+
+    monkeypatch.setattr(Run, "timed", timed)
+    monkeypatch.setattr("running.run.seconds_since_start", lambda: clock.seconds)
+    monkeypatch.setattr("running.run.time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    how = dict(lr_scheduler_type="linear", learning_rate=1e-3, warmup_ratio=0.0, eval_every=0, **limit)
+    grpo_train.train(settings_of(fault_start, folder, **how))
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    return [round(json.loads(row)["learning_rate"], 9) for row in rows]
+
+
+def test_a_falling_rate_ends_with_the_time_where_that_is_over_before_the_steps(
+    fault_start, tmp_path, monkeypatch
+):
+    """A run of five minutes that had num_steps=1000 trained at the full rate to its end."""
+    fall = [1e-3, 8e-4, 6e-4, 4e-4, 2e-4]
+    rates = partial(rates_by_the_clock, fault_start, monkeypatch=monkeypatch)
+    assert rates(tmp_path / "a", max_minutes=2.5, num_steps=1000) == fall
+    # 390 s from the process's start, 300 of them for steps, and a fifth would end at their very end
+    assert rates(tmp_path / "b", max_wall_minutes=6.5, num_steps=1000) == fall[:4]
+    assert rates(tmp_path / "c", max_minutes=2.5, num_steps=2) == [1e-3, 5e-4], "the steps are nearer"
+
+
+def test_a_resumed_run_s_rate_goes_on_where_its_minutes_are(fault_start, tmp_path, monkeypatch):
+    rates = partial(rates_by_the_clock, fault_start, tmp_path / "a", monkeypatch, num_steps=1000)
+    assert rates(max_minutes=1, save_every=1) == [1e-3, 5e-4]
+    assert rates(max_minutes=2, save_every=1, resume=True) == [1e-3, 5e-4, 5e-4, 2.5e-4]
 
 
 def test_a_reward_given_from_python_is_named_where_it_needs_what_is_not_there(recipe_start, tmp_path):

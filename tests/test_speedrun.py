@@ -131,12 +131,6 @@ def test_the_warm_up_of_a_variation_is_as_long_as_the_recipe_s(tune, tmp_path):
     assert (config.num_steps, config.warmup_ratio * 345) == (345, pytest.approx(8))
 
 
-def test_a_falling_learning_rate_needs_the_step_that_it_ends_with(tune, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "supervised_start", lambda args, settings: ("m", 20.0))
-    with pytest.raises(SystemExit, match="variation cosine: its learning rate falls to the last step"):
-        tune.try_out(tune_options(tmp_path, setup=60.0), "cosine", None, tune.SETTINGS["cosine"])
-
-
 def test_the_peer_s_rewards_are_told_the_answer_format(benchmark_module):  # noqa: F811
     """TRL hands a reward function columns and completions as keywords, and no answer_format."""
     peer = benchmark_module("speedrun_trl")
