@@ -316,8 +316,8 @@ def run_on_cards(bench, cards):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(cards)]
     left = bench.minutes_left()
-    words = [sys.executable, *sys.argv, *(() if left is None else ("--stop_after", str(left)))]
-    env = {**os.environ, WORKER: "1", PARENT: str(os.getpid())}
+    words = [sys.executable, *sys.argv]
+    env = {**os.environ, WORKER: str(left), PARENT: str(os.getpid())}
     workers = [subprocess.Popen(words, env={**env, "CUDA_VISIBLE_DEVICES": name}) for name in names[:cards]]
 
     def hand_on(number, frame):
