@@ -61,7 +61,7 @@ class SettingError(ValueError):
     status = 2
 
     def __init__(self, name, value, remedy):
-        shown = repr(value)
+        shown = re.sub(r"\s*\n\s*", " ", repr(value))  # of a model, a data set
         shown = shown if len(shown) <= 300 else f"{shown[:150]} ..."  # rows of data, say
         super().__init__(f"{name}={shown}: {remedy}")
 

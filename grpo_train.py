@@ -53,9 +53,10 @@ from running.grpo_config import Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
-from running.parsing import check_config, run_main, warn_of_idle
+from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle
 from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
 from running.run import Run
+from running.settings import check
 from running.strangers import hear_strangers
 from sft_train import warm_start
 
@@ -80,9 +81,9 @@ def given_rewards(config, functions):
     functions = [functions] if callable(functions) else functions  # as TRL takes one
     if not functions:
         raise SettingError("reward_functions", functions, "must hold at least one function")
-    if config.reward or config.reward_weights:
-        names = ("reward", config.reward) if config.reward else ("reward_weights", config.reward_weights)
-        raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
+    beside = "cannot stand beside reward_functions: leave it out, and give (function, weight) pairs there"
+    check(config, "reward reward_weights", lambda v: not v, beside)
+    check(config, "reward_set", lambda v: v == Config.reward_set, beside)
     pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
     for pair in pairs:
         if isinstance(pair[0], type):
@@ -102,13 +103,14 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None, dataset=None, study=None):
-    """Run a training; the rewards and problems given here replace those of the settings.
+def train(config=None, reward_functions=None, dataset=None, study=None, **others):
+    """Run a training; the rewards and problems given here take the place of those of the settings.
 
     reward_functions: functions as TRL's GRPOTrainer takes them, or (function, weight) pairs. dataset: rows
     with a question and an answer: a list of dicts, a datasets.Dataset, or Problems. study: the RunOfStudy
     whose training this is: it has models loaded, and asks its questions at its steps.
     """
+    refuse_arguments(others, Config, {"reward_funcs": "reward_functions", "train_dataset": "dataset"})
     check_config(config, Config)
     given, problems = reward_functions is not None, None
     if study is None:
@@ -118,6 +120,9 @@ def train(config, reward_functions=None, dataset=None, study=None):
         if config.warm_start != "none":
             remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
             raise SettingError("warm_start", config.warm_start, remedy)
+        beside = "cannot stand beside the rows that are given to train(): give one of the two"
+        check(config, "dataset", lambda v: v in (Config.dataset, GIVEN), beside)
+        check(config, "split", lambda v: v == Config.split, beside)
         config = replace(config, dataset=GIVEN)
         problems = given_problems(dataset, columns_of(config), limit=config.limit)
     of_study = study is not None

@@ -36,7 +36,7 @@ from reporting.files import write_whole
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import check_config, run_main, warn_of_idle, without_switches
+from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle, without_switches
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import free_on_resume, resolved
@@ -64,11 +64,12 @@ def as_rollout(pairs, tables, device):
     return Rollout(prompts, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0)
 
 
-def train(config, outer=None, of_study=False):
+def train(config=None, outer=None, of_study=False, **others):
     """Run a whole supervised training; returns the output directory.
 
     outer: the run that this is the warm start of. of_study: a study makes it, as the start of a seed's arms.
     """
+    refuse_arguments(others, Config)
     check_config(config, Config)
     if outer is None and not of_study:
         warn_of_idle(config)

@@ -82,6 +82,8 @@ def given_problems(rows, columns=None, *, limit=None):
     if not rows:
         raise DataError("dataset: holds no rows")
     if all(isinstance(row, Problem) for row in rows):
+        if columns and any(columns.values()):
+            raise DataError("dataset: Problems have no columns: leave the *_column settings out")
         return rows
     if isinstance(rows[0], str):  # the names of splits, or of columns
         names = one_line(", ".join(map(str, rows)), 60)

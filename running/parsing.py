@@ -93,6 +93,17 @@ GIVEN_TO_TRAIN = {  # what a setting names, and Python gives as it is
     "dataset": "; rows are given to train(config, dataset=rows)",
     "reward": "; functions are given to train(config, reward_functions=[...])",
 }
+OF_TRL = {  # arguments of TRL's trainers, and what a script's train() has in their place
+    "args": "is config here: give train(Config(...))",
+    "train_dataset": "is a setting here: give Config(dataset=...)",
+    "eval_dataset": "is not needed: Config(eval_problems=...) holds problems of the data out",
+    "processing_class": "is not needed: the tokenizer is the model's own",
+    "tokenizer": "is not needed: the tokenizer is the model's own",
+    "peft_config": "is settings here: give Config(lora_r=..., lora_alpha=...)",
+    "optimizers": "is settings here: give Config(optimizer=..., learning_rate=...)",
+    "callbacks": "is not needed: the loop of the script is there to be changed",
+    "reward_processing_classes": "is not needed: a reward is a function, which may hold a model",
+}
 BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
 
 
@@ -383,6 +394,23 @@ def check_config(config, config_class):
     if not isinstance(config, config_class):
         made = "Config(**settings)" if isinstance(config, dict) else "Config(...)"
         raise SettingError("config", config, f"must be a Config of this script: give {made}")
+
+
+def refuse_arguments(given, config_class, renamed=None):
+    """Refuse arguments that a script's train() does not have, such as those of TRL's trainers.
+
+    renamed: {another name: argument} of those that it has under a name of its own.
+    """
+    aliases, renamed = _aliases(config_class), renamed or {}
+    for name, value in given.items():
+        hint = f"no such argument of train(){_did_you_mean(name, ('config', *renamed.values()))}"
+        hint = OF_TRL.get(name, hint)
+        setting = aliases.get(name, name)
+        if setting in config_class.__dataclass_fields__:
+            hint = f"is a setting: give Config({setting}=...)"
+        if name in renamed:
+            hint = f"is {renamed[name]} here"
+        raise SettingError(name, value, hint)
 
 
 def warn_of_idle(config, trained=None):

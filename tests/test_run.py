@@ -249,6 +249,26 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
             "give .function, weight. pairs",
         ),
         (
+            dict(reward_functions=[length_reward]),
+            dict(reward_set="math"),
+            SettingError,
+            "reward_set='math': cannot stand beside reward_functions",
+        ),
+        (
+            dict(dataset=rows_of("dicts")),
+            dict(dataset="math"),
+            SettingError,
+            r"dataset='math': cannot stand beside the rows that are given to train\(\): give one",
+        ),
+        (dict(dataset=rows_of("dicts")), dict(split="test"), SettingError, "split='test': cannot stand"),
+        (dict(dataset=rows_of("Problems")), dict(answer_column="a"), DataError, "Problems have no columns"),
+        (dict(reward_funcs=len), {}, SettingError, "reward_funcs=.*: is reward_functions here"),
+        (dict(train_dataset=Dataset.from_list([{"a": 1}])), {}, SettingError, "is dataset here"),
+        (dict(processing_class=None), {}, SettingError, "is not needed: the tokenizer is the model's"),
+        (dict(args={}), {}, SettingError, r"is config here: give train\(Config\(...\)\)"),
+        (dict(max_steps=3), {}, SettingError, r"max_steps=3: is a setting: give Config\(num_steps=...\)"),
+        (dict(reward_function=len), {}, SettingError, "no such argument.*did you mean reward_functions?"),
+        (
             dict(dataset=[{"question": "?", "answer": 1}]),
             dict(warm_start=str(ROOT / "configs/tiny_warm_start.yaml")),
             SettingError,
@@ -258,9 +278,19 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
 )
 def test_what_cannot_be_given_from_python_is_one_line(given, settings, error, words, recipe_start, tmp_path):
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as refusal:
         grpo_train.train(config, **given)
+    assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_the_call_of_a_trainer_of_trl_is_refused_with_our_names(script):
+    """It ended in Python's TypeError about `config`, which says nothing of what the arguments are here."""
+    with pytest.raises(SettingError, match=r"model='m': is a setting: give Config\(model=...\)"):
+        script.train(model="m", args=None)
+    with pytest.raises(SettingError, match=r"config=None: must be a Config of this script"):
+        script.train()
 
 
 def test_a_run_ends_saved_before_the_step_that_would_pass_the_minutes_on_the_clock(
