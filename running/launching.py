@@ -149,7 +149,7 @@ def named_files(config):
     code = code_of(config)
     named += code + [(setting, file) for setting, path in code for file in user_files(path)[1:]]
     data = Path(config.dataset)
-    named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
+    named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}[.-]*")))]
     found = [(name, path, here_or_ours(path)) for name, path in named if path]
     return {(name, str(path)): sha256_of(file) for name, path, file in found if file.is_file()}
 

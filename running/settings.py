@@ -117,7 +117,8 @@ class TrainConfig:
     )
     dataset: str = setting(
         "gsm8k",
-        "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder of <split>.jsonl, a hub id",
+        "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder of <split>.jsonl (or its "
+        "shards), a hub id",
         inherited=True,
     )
     split: str = setting(

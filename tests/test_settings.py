@@ -943,6 +943,13 @@ def test_an_output_that_is_full_is_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("grpo_train.py: the disk: No space left on device")
 
 
+def test_machines_compare_the_shards_of_a_data_folder_too(tmp_path):
+    for name in ("train-00000-of-00001.jsonl", "test.jsonl", "training.txt"):
+        (tmp_path / name).write_text("{}\n")
+    named = named_files(Config(dataset=str(tmp_path)))
+    assert {Path(path).name for _, path in named} == {"train-00000-of-00001.jsonl"}
+
+
 def test_the_recipes_of_the_project_are_found_from_any_folder(tmp_path, monkeypatch):
     """Run from elsewhere, a recipe was found by its whole path, and the warm start that it names was not."""
     monkeypatch.chdir(tmp_path)
