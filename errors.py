@@ -55,6 +55,12 @@ def one_line(error, limit=200):
     return " ".join(str(error).split())[:limit]
 
 
+def counted(number, noun, form=""):
+    """`1 step`, `2 steps`, `0 passes`; form: how the number is written, such as "," for 10,000."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:{form}} {noun if number == 1 else plural}"
+
+
 class SettingError(ValueError):
     """A bad setting: the line names the field, its value and what would do."""
 

@@ -44,6 +44,7 @@ from errors import (
     RewardError,
     RunError,
     SettingError,
+    counted,
     is_out_of_memory,
     one_line,
 )
@@ -111,7 +112,7 @@ def make_seed(bench, seed):
         start, note = make_start(bench, seed)
         arms = study.unfinished(seed)
         for i, arm in enumerate(arms, 1):
-            say(f"seed {seed}, arm {arm}: {i} of {len(arms)} runs that this seed still needs")
+            say(f"seed {seed}, arm {arm}: {i} of {counted(len(arms), 'run')} that this seed still needs")
             try:
                 make_run(bench, seed, arm, start, note)
                 bench.failed_last = False

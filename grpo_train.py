@@ -30,7 +30,7 @@ from accelerate.utils import gather_object
 from decoding.controls import row_keys
 from decoding.rollout import Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
-from errors import RewardError, SettingError
+from errors import RewardError, SettingError, counted
 from learning.inspection import debug_every, gate_sums, inspect_group
 from learning.learner import make_learner
 from learning.memory import peak_gib
@@ -552,23 +552,22 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
     if run.is_finished:
         return
     ends = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
+    number = counted(len(problems), "problem")
     run.say(
-        f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
+        f"{number} to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
         f"{config.max_prompt_length} tokens)"
     )
     processes = run.accelerator.num_processes
     run.say(
-        f"{config.batch_size} x {config.num_generations} completions a step on {processes} {run.device.type} "
-        f"process{'' if processes == 1 else 'es'}, each ends on {' or '.join(ends)}"
+        f"{config.batch_size} x {config.num_generations} completions a step on "
+        f"{counted(processes, f'{run.device.type} process')}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
     if lost:
         what = f"{len(lost)} of {len(problems)} reference answers can never be right"
         remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
     if len(problems) < config.batch_size:
-        remarks.append(
-            f"batch_size={config.batch_size} is above the {len(problems)} problems: steps repeat some"
-        )
+        remarks.append(f"batch_size={config.batch_size} is above the {number}: steps repeat some")
     if config.m3po_control != "none":
         remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
     if config.m3po_scoring == "plain":

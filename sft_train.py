@@ -27,6 +27,7 @@ from answers.formats import answer_format_named
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
+from errors import counted
 from learning.device import choose_device
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
@@ -98,9 +99,9 @@ def train(config=None, outer=None, of_study=False, **others):
         inputs = inputs_of(run, problems, held_out, config.model, policy)
         run.open(learner, inputs, evaluate, total, total)
         if not run.is_finished:
-            used = f"{len(pairs)} of {len(problems)} problems, {len(held_out)} held out, "
-            used += f"{skipped} prompts too long"
-            run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
+            used = f"{len(pairs)} of {counted(len(problems), 'problem')}, {len(held_out)} held out, "
+            used += f"{counted(skipped, 'prompt')} too long"
+            run.say(f"supervised: {used}, {counted(total, 'step')} of {config.batch_size}")
             for remark in Prompting.of(config).remarks(tokenizer, problems):
                 run.say(f"note: {remark}")
 

@@ -44,11 +44,11 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
     """The problems of a split, in the order of the data; with `limit` the first of them.
 
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with
-    <split>.jsonl/.json/.csv/.parquet or the shards of one, or a hub id. `columns`: the names of question, answer, solution, where
-    they are not the usual ones; `also`: names to look for before those. `responses`: a row may have a
-    `response` or `completion` to learn instead of an answer, or end its `messages` with one. `seed`: of the
-    generated training problems; the generated test problems are the same for every seed, so that runs can be
-    compared.
+    <split>.jsonl/.json/.csv/.parquet or the shards of one, or a hub id. `columns`: the names of question,
+    answer, solution, where they are not the usual ones; `also`: names to look for before those. `responses`:
+    a row may have a `response` or `completion` to learn instead of an answer, or end its `messages` with
+    one. `seed`: of the generated training problems; the generated test problems are the same for every seed,
+    so that runs can be compared.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -138,7 +138,7 @@ def _names_there(rows, columns, also):
 
 
 def _data_files(dataset, split):
-    """The files of a split, in the order of their rows; none where the name can be that of a hub's data set."""
+    """The files of a split, in the order of their rows; none where the name may be that of a hub data set."""
     path = Path(dataset)
     if path.is_dir():
         return _files_of_split(path, split)
@@ -150,9 +150,12 @@ def _data_files(dataset, split):
 
 
 def _files_of_split(folder, split):
-    """The one file of a split, or its shards as `datasets` names them, train-00000-of-00002.parquet and on."""
+    """The one file of a split, or its shards as `datasets` names them, such as
+    train-00000-of-00002.parquet.
+    """
     found = defaultdict(list)  # (suffix, how many shards): [(number of the shard, path)]
-    names = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}})(?:-\w+)?)?({'|'.join(SUFFIXES)})")
+    shard, suffixes = r"-(\d{5})-of-(\d{5})(?:-\w+)?", "|".join(map(re.escape, SUFFIXES))
+    names = re.compile(f"{re.escape(split)}(?:{shard})?({suffixes})")
     entries = sorted(folder.iterdir())
     for path in entries:
         if (named := names.fullmatch(path.name)) and path.is_file():

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from answers.user_files import code_of, user_files
-from errors import RunError, SettingError
+from errors import RunError, SettingError, counted
 from learning.device import choose_device, cpu_threads
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
@@ -55,7 +55,9 @@ def starts_processes(config):
     if started or wanted <= 1:
         return None
     if torch.cuda.is_available() and wanted > torch.cuda.device_count():
-        raise SettingError("num_processes", wanted, f"there are {torch.cuda.device_count()} GPUs")
+        raise SettingError(
+            "num_processes", wanted, f"this machine has {counted(torch.cuda.device_count(), 'GPU')}"
+        )
     return wanted
 
 

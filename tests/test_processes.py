@@ -231,7 +231,7 @@ def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
     assert starts_processes(Config(num_processes=2)) == 2
     assert starts_processes(Config(num_processes=1)) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SettingError, match="there are 4 GPUs"):
+    with pytest.raises(SettingError, match="this machine has 4 GPUs"):
         starts_processes(Config(num_processes=5))
     for variable in ("RANK", "ACCELERATE_MIXED_PRECISION"):
         with monkeypatch.context() as patch:

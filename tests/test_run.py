@@ -183,13 +183,15 @@ def rows_of(kind):
     return Dataset.from_list(rows) if kind == "a Dataset" else rows
 
 
-@pytest.mark.parametrize("count", [8, 3])
-def test_a_batch_of_more_problems_than_there_are_is_told(count, recipe_start, tmp_path, capsys):
+@pytest.mark.parametrize(("count", "shown"), [(8, "8 problems"), (3, "3 problems"), (1, "1 problem")])
+def test_a_batch_of_more_problems_than_there_are_is_told(count, shown, recipe_start, tmp_path, capsys):
+    """Of one it said `1 problems`, as of one step, one question and one value."""
     settings = dict(batch_size=4, num_generations=2, num_steps=1, max_completion_length=4, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
     grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts")[:count])
-    said = "note: batch_size=4 is above the 3 problems: steps repeat some" in capsys.readouterr().out
-    assert said == (count == 3)
+    out = capsys.readouterr().out
+    assert f": {shown} to train on, 0 held out" in f": {out}"
+    assert (f"note: batch_size=4 is above the {shown}: steps repeat some" in out) == (count < 4)
 
 
 def test_reference_answers_that_can_never_be_right_are_told_with_their_number(recipe_start, tmp_path, capsys):

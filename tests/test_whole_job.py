@@ -218,7 +218,7 @@ def test_a_used_output_directory_is_refused(warm, trained):
     [
         ("raise KeyError('x')", ["KeyError"]),
         ("return [float('nan')] * len(completions)", ["nan", "finite"]),
-        ("return [1.0]", ["1 values for 12"]),
+        ("return [1.0]", ["1 value for 12"]),
         ("return [None] * len(completions)", ["None for all"]),
         ("return None", ["NoneType"]),
     ],
