@@ -203,6 +203,18 @@ def test_reference_answers_that_can_never_be_right_are_told_with_their_number(re
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:m3po_control")
+@pytest.mark.parametrize("lam", [0.0, 0.1])
+def test_of_controls_is_told_where_paths_hear_anything(lam, recipe_start, tmp_path, capsys):
+    """A run of plain GRPO said that its paths do not hear what they hear in M3PO."""
+    settings = dict(batch_size=2, num_generations=3, num_steps=1, max_completion_length=4, eval_every=0)
+    settings |= dict(m3po_lambda=lam, m3po_control="noise", m3po_scoring="plain")
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts"))
+    out = capsys.readouterr().out
+    assert [f"m3po_{name}=" in out for name in ("control", "scoring")] == [lam > 0] * 2
+
+
 @pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
 def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_path):
     """Instead of names, as TRL takes them; what is returned says where the model is."""
