@@ -78,6 +78,10 @@ OF_THE_RUN += ("update_seconds",)
 
 def given_rewards(config, functions):
     """The (function, weight) pairs of a function, or of functions or pairs, that were given in Python."""
+    if isinstance(functions, str):
+        raise SettingError(
+            "reward_functions", functions, "is a name: give the function, or Config(reward=...)"
+        )
     functions = [functions] if callable(functions) else functions  # as TRL takes one
     if not functions:
         raise SettingError("reward_functions", functions, "must hold at least one function")
@@ -112,6 +116,7 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
     """
     refuse_arguments(others, Config, {"reward_funcs": "reward_functions", "train_dataset": "dataset"})
     check_config(config, Config)
+    check(config, "check", lambda v: not v, "is the command line's; train() would train: leave it out")
     given, problems = reward_functions is not None, None
     if study is None:
         warn_of_idle(config)

@@ -259,8 +259,11 @@ def start_processes(config):
 def make_accelerator(config, handlers=()):
     """This process's Accelerator; the settings alone say what is computed in which precision."""
     check_precision(config)
-    launcher_s = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launcher_s not in ("no", config.precision) and is_first_of_node():
+    launcher_s = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if (config.num_processes or 1) > 1 and "RANK" not in os.environ and launcher_s is None:
+        remedy = "a call from Python starts none: run your script with torchrun --nproc_per_node {}"
+        raise SettingError("num_processes", config.num_processes, remedy.format(config.num_processes))
+    if launcher_s not in (None, "no", config.precision) and is_first_of_node():
         unread = f"the launcher's mixed_precision={launcher_s} has no effect"
         warnings.warn(f"{unread}: --precision is {config.precision}", stacklevel=2)
     # of fp16, sums over parts of a product are in float32, too

@@ -248,7 +248,20 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
             "no column 'Q' for the question",
         ),
         (dict(reward_functions=[]), {}, SettingError, "must hold at least one function"),
-        (dict(reward_functions="rewards.py:f"), {}, SettingError, "reward_functions='r': is neither a func"),
+        (
+            dict(reward_functions="rewards.py:f"),
+            {},
+            SettingError,
+            r"='rewards.py:f': is a name: give the func",
+        ),
+        (dict(reward_functions=["f"]), {}, SettingError, "reward_functions='f': is neither a function"),
+        (dict(dataset=rows_of("dicts")), dict(check=True), SettingError, r"check=True: .*train\(\) would"),
+        (
+            dict(dataset=rows_of("dicts")),
+            dict(num_processes=2),
+            SettingError,
+            "num_processes=2: a call from Python starts none: .* torchrun --nproc_per_node 2",
+        ),
         (dict(reward_functions=(length_reward, 0.5)), {}, SettingError, "=0.5: is neither a function"),
         (
             dict(dataset="mine.jsonl"),

@@ -238,6 +238,7 @@ def test_the_page_shows_settings_that_exist():
         ("--bf16 maybe", ["--bf16", "'maybe' is neither true nor false"]),
         ("--lr_scheduler_type cosin", ["--lr_scheduler_type", "'cosin'", "cosine"]),
         ("--config /nothing.yaml", ["config", "/nothing.yaml"]),
+        ("--config tiny", ["config='tiny'", "did you mean configs/tiny.yaml?"]),
         ("--eval_problems 0", ["eval_problems=0", "eval_every"]),
     ],
 )
