@@ -55,13 +55,19 @@ def one_line(error, limit=200):
     return " ".join(str(error).split())[:limit]
 
 
+def counted(number, noun, form=""):
+    """`1 step`, `2 steps`, `0 passes`; form: how the number is written, such as "," for 10,000."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:{form}} {noun if number == 1 else plural}"
+
+
 class SettingError(ValueError):
     """A bad setting: the line names the field, its value and what would do."""
 
     status = 2
 
     def __init__(self, name, value, remedy):
-        shown = repr(value)
+        shown = re.sub(r"\s*\n\s*", " ", repr(value))  # of a model, a data set
         shown = shown if len(shown) <= 300 else f"{shown[:150]} ..."  # rows of data, say
         super().__init__(f"{name}={shown}: {remedy}")
 

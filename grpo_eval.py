@@ -38,7 +38,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
-from errors import SettingError
+from errors import SettingError, counted
 from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
 from learning.precision import compute_dtype
@@ -304,7 +304,10 @@ def answer_all(kind, asked, accelerator, ask):
     for answers in gather_object([local]):  # also: no process writes while another still reads
         kept |= answers
     if kept and accelerator.is_main_process:
-        print(f"{asked.folder}: {len(kept)} of {len(questions)} questions are answered already", flush=True)
+        print(
+            f"{asked.folder}: {len(kept)} of {counted(len(questions), 'question')} answered already",
+            flush=True,
+        )
     open_questions = [index for index in range(len(questions)) if index not in kept]
     indices = open_questions[shard(len(open_questions), accelerator)]
     hidden = None if accelerator.is_main_process else True  # None: shown in a terminal only
@@ -486,7 +489,8 @@ def answer(config):
     ]
     write_records(config.save_jsonl, rows, ensure_ascii=False)
     without = sum(row["answer"] is None for row in rows)
-    print(f"{len(rows)} answers in {config.save_jsonl}, {without} of them without an answer in the format")
+    where = f"{counted(len(rows), 'answer')} in {config.save_jsonl}"
+    print(f"{where}, {without} of them without an answer in the format")
 
 
 def unreadable(tokenizer, questions, most=8):

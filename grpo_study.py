@@ -44,6 +44,7 @@ from errors import (
     RewardError,
     RunError,
     SettingError,
+    counted,
     is_out_of_memory,
     one_line,
 )
@@ -111,7 +112,7 @@ def make_seed(bench, seed):
         start, note = make_start(bench, seed)
         arms = study.unfinished(seed)
         for i, arm in enumerate(arms, 1):
-            say(f"seed {seed}, arm {arm}: {i} of {len(arms)} runs that this seed still needs")
+            say(f"seed {seed}, arm {arm}: {i} of {counted(len(arms), 'run')} that this seed still needs")
             try:
                 make_run(bench, seed, arm, start, note)
                 bench.failed_last = False
@@ -316,8 +317,8 @@ def run_on_cards(bench, cards):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(cards)]
     left = bench.minutes_left()
-    words = [sys.executable, *sys.argv, *(() if left is None else ("--stop_after", str(left)))]
-    env = {**os.environ, WORKER: "1", PARENT: str(os.getpid())}
+    words = [sys.executable, *sys.argv]
+    env = {**os.environ, WORKER: str(left), PARENT: str(os.getpid())}
     workers = [subprocess.Popen(words, env={**env, "CUDA_VISIBLE_DEVICES": name}) for name in names[:cards]]
 
     def hand_on(number, frame):

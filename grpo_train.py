@@ -30,7 +30,7 @@ from accelerate.utils import gather_object
 from decoding.controls import row_keys
 from decoding.rollout import Rollout, Sampling, rollout_uniforms, to_device
 from decoding.tokens import end_answers_on
-from errors import RewardError, SettingError
+from errors import RewardError, SettingError, counted
 from learning.inspection import debug_every, gate_sums, inspect_group
 from learning.learner import make_learner
 from learning.memory import peak_gib
@@ -53,9 +53,10 @@ from running.grpo_config import Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
-from running.parsing import check_config, run_main, warn_of_idle
+from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle
 from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
 from running.run import Run
+from running.settings import check
 from running.strangers import hear_strangers
 from sft_train import warm_start
 
@@ -77,12 +78,16 @@ OF_THE_RUN += ("update_seconds",)
 
 def given_rewards(config, functions):
     """The (function, weight) pairs of a function, or of functions or pairs, that were given in Python."""
+    if isinstance(functions, str):
+        raise SettingError(
+            "reward_functions", functions, "is a name: give the function, or Config(reward=...)"
+        )
     functions = [functions] if callable(functions) else functions  # as TRL takes one
     if not functions:
         raise SettingError("reward_functions", functions, "must hold at least one function")
-    if config.reward or config.reward_weights:
-        names = ("reward", config.reward) if config.reward else ("reward_weights", config.reward_weights)
-        raise SettingError(*names, "goes with no reward_functions: give (function, weight) pairs there")
+    beside = "cannot stand beside reward_functions: leave it out, and give (function, weight) pairs there"
+    check(config, "reward reward_weights", lambda v: not v, beside)
+    check(config, "reward_set", lambda v: v == Config.reward_set, beside)
     pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
     for pair in pairs:
         if isinstance(pair[0], type):
@@ -102,14 +107,16 @@ class TrainingResult:
     metrics: dict | None
 
 
-def train(config, reward_functions=None, dataset=None, study=None):
-    """Run a training; the rewards and problems given here replace those of the settings.
+def train(config=None, reward_functions=None, dataset=None, study=None, **others):
+    """Run a training; the rewards and problems given here take the place of those of the settings.
 
     reward_functions: functions as TRL's GRPOTrainer takes them, or (function, weight) pairs. dataset: rows
     with a question and an answer: a list of dicts, a datasets.Dataset, or Problems. study: the RunOfStudy
     whose training this is: it has models loaded, and asks its questions at its steps.
     """
+    refuse_arguments(others, Config, {"reward_funcs": "reward_functions", "train_dataset": "dataset"})
     check_config(config, Config)
+    check(config, "check", lambda v: not v, "is the command line's; train() would train: leave it out")
     given, problems = reward_functions is not None, None
     if study is None:
         warn_of_idle(config)
@@ -118,6 +125,9 @@ def train(config, reward_functions=None, dataset=None, study=None):
         if config.warm_start != "none":
             remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
             raise SettingError("warm_start", config.warm_start, remedy)
+        beside = "cannot stand beside the rows that are given to train(): give one of the two"
+        check(config, "dataset", lambda v: v in (Config.dataset, GIVEN), beside)
+        check(config, "split", lambda v: v == Config.split, beside)
         config = replace(config, dataset=GIVEN)
         problems = given_problems(dataset, columns_of(config), limit=config.limit)
     of_study = study is not None
@@ -549,26 +559,25 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
     if run.is_finished:
         return
     ends = decoder.tokenizer.convert_ids_to_tokens(decoder.tables.eos_ids)
+    number = counted(len(problems), "problem")
     run.say(
-        f"{len(problems)} problems to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
+        f"{number} to train on, {len(held_out)} held out, {skipped} skipped (prompt over "
         f"{config.max_prompt_length} tokens)"
     )
     processes = run.accelerator.num_processes
     run.say(
-        f"{config.batch_size} x {config.num_generations} completions a step on {processes} {run.device.type} "
-        f"process{'' if processes == 1 else 'es'}, each ends on {' or '.join(ends)}"
+        f"{config.batch_size} x {config.num_generations} completions a step on "
+        f"{counted(processes, f'{run.device.type} process')}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
     if lost:
         what = f"{len(lost)} of {len(problems)} reference answers can never be right"
         remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
     if len(problems) < config.batch_size:
-        remarks.append(
-            f"batch_size={config.batch_size} is above the {len(problems)} problems: steps repeat some"
-        )
-    if config.m3po_control != "none":
+        remarks.append(f"batch_size={config.batch_size} is above the {number}: steps repeat some")
+    if config.m3po_lambda and config.m3po_control != "none":
         remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
-    if config.m3po_scoring == "plain":
+    if config.m3po_lambda and config.m3po_scoring == "plain":
         what = "the update scores the plain ids, and so another policy than the one that samples"
         remarks.append(f"with m3po_scoring=plain {what}: logp_diff says how far apart they are")
     if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):

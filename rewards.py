@@ -34,7 +34,7 @@ from answers.formats import (
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
 from answers.user_files import in_their_process, named_in_file, shown_error
-from errors import RewardError, SettingError, one_line
+from errors import RewardError, SettingError, counted, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
 
@@ -446,9 +446,8 @@ class RewardLog:
         _check_name("log_extra", column)
         values = list(values)
         if len(values) != len(self.rows):
-            raise ValueError(
-                f"log_extra({column!r}) has {len(values)} values for {len(self.rows)} completions"
-            )
+            wanted = counted(len(self.rows), "completion")
+            raise ValueError(f"log_extra({column!r}) has {counted(len(values), 'value')} for {wanted}")
         name = _free_name(column, {taken for row in self.rows for taken in row})
         for row, value in zip(self.rows, values, strict=True):
             row[name] = _plain(value)
@@ -505,7 +504,9 @@ def _values(function, columns, where, timeout):
         kind = type(values).__name__
         raise RewardError(f"{where} returned a {kind}, not a list of {len(completions)} values")
     if len(values) != len(completions):
-        raise RewardError(f"{where} returned {len(values)} values for {len(completions)} completions")
+        raise RewardError(
+            f"{where} returned {counted(len(values), 'value')} for {counted(len(completions), 'completion')}"
+        )
     return [_number(v, where, c) for v, c in zip(values, completions, strict=True)]
 
 

@@ -27,6 +27,7 @@ from answers.formats import answer_format_named
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, pad_right
 from decoding.tokens import end_answers_on
+from errors import counted
 from learning.device import choose_device
 from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
@@ -36,7 +37,7 @@ from reporting.files import write_whole
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import check_config, run_main, warn_of_idle, without_switches
+from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle, without_switches
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import free_on_resume, resolved
@@ -64,11 +65,12 @@ def as_rollout(pairs, tables, device):
     return Rollout(prompts, ids, mask, blank, ended, blank.bool(), num_generations=1, temperature=1.0)
 
 
-def train(config, outer=None, of_study=False):
+def train(config=None, outer=None, of_study=False, **others):
     """Run a whole supervised training; returns the output directory.
 
     outer: the run that this is the warm start of. of_study: a study makes it, as the start of a seed's arms.
     """
+    refuse_arguments(others, Config)
     check_config(config, Config)
     if outer is None and not of_study:
         warn_of_idle(config)
@@ -97,9 +99,9 @@ def train(config, outer=None, of_study=False):
         inputs = inputs_of(run, problems, held_out, config.model, policy)
         run.open(learner, inputs, evaluate, total, total)
         if not run.is_finished:
-            used = f"{len(pairs)} of {len(problems)} problems, {len(held_out)} held out, "
-            used += f"{skipped} prompts too long"
-            run.say(f"supervised: {used}, {total} steps of {config.batch_size}")
+            used = f"{len(pairs)} of {counted(len(problems), 'problem')}, {len(held_out)} held out, "
+            used += f"{counted(skipped, 'prompt')} too long"
+            run.say(f"supervised: {used}, {counted(total, 'step')} of {config.batch_size}")
             for remark in Prompting.of(config).remarks(tokenizer, problems):
                 run.say(f"note: {remark}")
 

@@ -125,7 +125,8 @@ def _asked(where, row):
     column = next((name for name in names if isinstance(row, dict) and row.get(name)), None)
     question, asked, _ = question_of(where, row, column) if column else ("", {}, "")
     if not question.strip():
-        raise DataError(f"{where}: is not an object with a {' or '.join(names)}")
+        there = f" (columns: {', '.join(map(str, row))})" if isinstance(row, dict) else ""
+        raise DataError(f"{where}: is not an object with a {' or '.join(names)}{there}")
     return Problem(question, "", id=where, **asked)
 
 

@@ -31,7 +31,7 @@ from decoding.self_test import (
     uncached_logits,
 )
 from decoding.tokens import arithmetic_tokenizer
-from errors import SettingError, is_path, one_line
+from errors import SettingError, counted, is_path, one_line
 from learning.parallel import whole
 from learning.precision import compute_dtype
 
@@ -85,7 +85,9 @@ def load_model(name, tokenizer, dtype, device, trust_remote_code=False, is_check
         what = f"lacks {len(missing)} of its weights, {missing[0]} among them"
         raise SettingError("model", name, f"{what}: it is half a model, or its config.json is another's")
     if (left_out := sorted(loading_info["unexpected_keys"])) and not is_checked:
-        what = f"{len(left_out)} weights in its files have no place by its config.json and are left out"
+        what = (
+            f"left out {counted(len(left_out), 'weight')} of its files that its config.json has no place for"
+        )
         warnings.warn(f"model={name}: {what}, {left_out[0]} among them", stacklevel=2)
     _check_generation_config(name)
     _settle(model)

@@ -44,11 +44,11 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
     """The problems of a split, in the order of the data; with `limit` the first of them.
 
     dataset: gsm8k, math, arithmetic, a file (one file serves every split), a folder with
-    <split>.jsonl/.json/.csv/.parquet, or a hub id. `columns`: the names of question, answer, solution, where
-    they are not the usual ones; `also`: names to look for before those. `responses`: a row may have a
-    `response` or `completion` to learn instead of an answer, or end its `messages` with one. `seed`: of the
-    generated training problems; the generated test problems are the same for every seed, so that runs can be
-    compared.
+    <split>.jsonl/.json/.csv/.parquet or the shards of one, or a hub id. `columns`: the names of question,
+    answer, solution, where they are not the usual ones; `also`: names to look for before those. `responses`:
+    a row may have a `response` or `completion` to learn instead of an answer, or end its `messages` with
+    one. `seed`: of the generated training problems; the generated test problems are the same for every seed,
+    so that runs can be compared.
     Raises DataError, with the file and the row, for anything that is not a question with an answer.
     """
     if limit is not None and limit < 1:
@@ -60,13 +60,13 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
             raise DataError("arithmetic is generated and has no columns: leave the *_column settings out")
         seed = TEST_SEED if split == "test" else seed
         return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
-    path = _data_file(dataset, split)
+    paths = _data_files(dataset, split)
     if dataset == GIVEN:
         raise DataError("the rows of this data set were given in Python: name a file or a hub id")
-    rows = file_rows(path) if path.suffix in SUFFIXES else _hub_rows(dataset, split)
+    rows = itertools.chain.from_iterable(map(file_rows, paths)) if paths else _hub_rows(dataset, split)
     rows = list(itertools.islice(rows, limit))
     if not rows:
-        raise DataError(f"{path}: holds no rows")
+        raise DataError(f"{', '.join(map(str, paths)) or dataset}: holds no rows")
     return _problems(rows, columns or {}, also or {}, split, responses)
 
 
@@ -82,6 +82,8 @@ def given_problems(rows, columns=None, *, limit=None):
     if not rows:
         raise DataError("dataset: holds no rows")
     if all(isinstance(row, Problem) for row in rows):
+        if columns and any(columns.values()):
+            raise DataError("dataset: Problems have no columns: leave the *_column settings out")
         return rows
     if isinstance(rows[0], str):  # the names of splits, or of columns
         names = one_line(", ".join(map(str, rows)), 60)
@@ -135,23 +137,45 @@ def _names_there(rows, columns, also):
     return columns | {field: name for field, name in also.items() if name in there and not columns.get(field)}
 
 
-def _data_file(dataset, split):
-    """The file of a split; the name itself, as a Path, where it can be that of a data set of the hub."""
+def _data_files(dataset, split):
+    """The files of a split, in the order of their rows; none where the name may be that of a hub data set."""
     path = Path(dataset)
     if path.is_dir():
-        return _split_file(path, split)
+        return _files_of_split(path, split)
     if path.suffix in SUFFIXES and not path.is_file():  # a pipe would be waited for
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'there is no such file'}")
     if path.suffix not in SUFFIXES and path.exists():
         raise DataError(f"{path}: a data file ends in one of {', '.join(SUFFIXES)}")
-    return path
+    return [path] if path.suffix in SUFFIXES else []
 
 
-def _split_file(folder, split):
-    for suffix in SUFFIXES:
-        if (folder / f"{split}{suffix}").is_file():
-            return folder / f"{split}{suffix}"
-    raise DataError(f"{folder}: has no {split}.jsonl (or .json, .csv, .parquet)")
+def _files_of_split(folder, split):
+    """The one file of a split, or its shards as `datasets` names them, such as
+    train-00000-of-00002.parquet.
+    """
+    found = defaultdict(list)  # (suffix, how many shards): [(number of the shard, path)]
+    shard, suffixes = r"-(\d{5})-of-(\d{5})(?:-\w+)?", "|".join(map(re.escape, SUFFIXES))
+    names = re.compile(f"{re.escape(split)}(?:{shard})?({suffixes})")
+    entries = sorted(folder.iterdir())
+    for path in entries:
+        if (named := names.fullmatch(path.name)) and path.is_file():
+            found[named[3], int(named[2] or 1)].append((int(named[1] or 0), path))
+    if not found:
+        there = (
+            f"there are: {one_line(', '.join(p.name for p in entries), 150)}" if entries else "it is empty"
+        )
+        what = f"has no {split}.jsonl (or .json, .csv, .parquet), nor shards of it"
+        raise DataError(f"{folder}: {what} ({split}-00000-of-00001.jsonl); {there}")
+    (_, count), shards = next(iter(found.items()))
+    numbers = [number for number, _ in shards]
+    if len(found) > 1 or len(set(numbers)) < len(numbers):
+        several = ", ".join(path.name for files in found.values() for _, path in files)
+        raise DataError(
+            f"{folder}: has more than one {split}: {one_line(several, 150)}; leave one there, or name a file"
+        )
+    if missing := sorted(set(range(count)) - set(numbers)):
+        raise DataError(f"{folder}: of the {count} shards of {split} it lacks number {missing[0]:05d}")
+    return [path for _, path in shards]
 
 
 def file_rows(path):

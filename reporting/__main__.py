@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from errors import one_line, show_all_letters
+from errors import counted, one_line, show_all_letters
 from reporting.files import LOGS, damaged_lines, read_metrics
 from reporting.page import write_report
 from reporting.plots import draw
@@ -36,7 +36,7 @@ def main():
         refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
     runs, evaluations = find(args)
     counts = (("run", len(runs)), ("evaluation", len(evaluations)))
-    words = [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts if n]
+    words = [counted(n, what) for what, n in counts if n]
     print(f"reading {' and '.join(words)}", flush=True)
     asked = [folder for folder in evaluations if folder in map(Path, args.runs) or is_stale(folder)]
     are_made = [report_on(folder) for folder in asked]

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import filter_repo_objects
 
-from errors import RunError, one_line
+from errors import RunError, counted, one_line
 from reporting.files import read_metrics, read_run_config
 from reporting.statistics import clopper_pearson
 
@@ -28,7 +28,7 @@ CARD = """---
 
 # {title}
 
-{model} after {steps} steps of {method} on {dataset}, {minutes:.0f} minutes of training.{start}
+{model} after {steps} of {method} on {dataset}, {minutes} of training.{start}
 
 {results}
 ## Use
@@ -85,10 +85,10 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         header=header.to_yaml(),
         title=name.rpartition("/")[2],
         model=Path(settings["model"]).name,
-        steps=lines[-1]["step"],
+        steps=counted(lines[-1]["step"], "step"),
         method=_method(settings),
         dataset=dataset if _is_hub_address(dataset) else Path(dataset).name or dataset,
-        minutes=lines[-1]["train_seconds"] / 60,
+        minutes=counted(round(lines[-1]["train_seconds"] / 60), "minute"),
         results=_results(lines),
         start=_start(settings, Path(folder) / "warm_start"),
         answer_format=Path(settings["answer_format"]).name,
@@ -124,7 +124,7 @@ def _start(settings, warm_start):
         return ""
     what = "A warm start came first" if trained == warm_start else f"{Path(trained).name} was made"
     data = before["dataset"] if _is_hub_address(before["dataset"]) else Path(before["dataset"]).name
-    steps = f"{lines[-1]['step']} steps of {_method(before)} on {data}"
+    steps = f"{counted(lines[-1]['step'], 'step')} of {_method(before)} on {data}"
     return f"\n{what}: {steps}, from {_origin(before['model']) or Path(before['model']).name}."
 
 
@@ -162,7 +162,7 @@ def _results(lines):
     if not evaluated:
         return "No held-out problems were evaluated in the run.\n"
     after, held_out = [evaluated[-1]["eval_accuracy"]], evaluated[-1]["eval_questions"]
-    problems = f"{held_out} problems held out from the training split"
+    problems = f"{counted(held_out, 'problem')} held out from the training split"
     rows = [f"Greedy accuracy on {problems}, with exact 95% intervals:", "", "| | accuracy |", "|---|---|"]
     for when, accuracies in (("before", before[:1]), ("after", after)):
         for accuracy in accuracies:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import SettingError
+from errors import SettingError, counted
 from reporting.evaluation import Evaluation, question_scores, read_evaluation, undecided_answers
 from reporting.files import write_whole
 from reporting.page import comparison_page
@@ -248,11 +248,11 @@ def _described(result, comparisons, seeds_a, seeds_b):
     if comparisons > 1:
         corrected = f", {result['p_holm']:.3g} after Holm's correction for {comparisons} comparisons"
     lines = [
-        f"{result['b']} against {result['a']}, {result['questions']} questions: "
+        f"{result['b']} against {result['a']}, {counted(result['questions'], 'question')}: "
         f"{result['accuracy_a']:.3f} -> {result['accuracy_b']:.3f}, difference {result['difference']:+.3f} "
         f"(95% interval {low:+.3f} to {high:+.3f}, {scope}); {test}{corrected}",
-        f"{result['gained']} questions gained, {result['lost']} lost; with so many questions, a true "
-        f"difference of {result['smallest_difference']:.3f} would be found in 4 of 5 comparisons.",
+        f"{counted(result['gained'], 'question')} gained, {result['lost']} lost; with so many questions, "
+        f"a true difference of {result['smallest_difference']:.3f} would be found in 4 of 5 comparisons.",
     ]
     return lines + _seed_lines(result) + _not_right_lines(result)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from errors import counted
 from reporting.files import read_records, read_yaml, write_records, write_whole
 from reporting.page import write_report
 from reporting.plots import draw_evaluation, or_warn
@@ -132,7 +133,7 @@ def told(report, folder):
     """The lines for people: a table of what was found, and what to know beside it."""
     sides = {"": report} | ({"interacting": report["m3po"]} if "m3po" in report else {})
     lines = [
-        f"{report['questions']} questions in {report['seconds']} s; "
+        f"{counted(report['questions'], 'question')} in {report['seconds']} s; "
         f"completions in {folder / 'samples.jsonl'}",
         f"to look at them: {folder / 'report.html'}",
         *_table(sides),
@@ -165,8 +166,8 @@ def _table(sides):
         rows.append(row)
     answers = report["questions"] * report["samples_per_question"]
     for key, whole in (
-        ("skipped", f"of {report['questions']} questions"),
-        ("undecided", f"of {answers} answers"),
+        ("skipped", f"of {counted(report['questions'], 'question')}"),
+        ("undecided", f"of {counted(answers, 'answer')}"),
     ):
         counts = [word for side in sides.values() for word in (str(side[key]), whole)]
         rows.append([key, *counts])

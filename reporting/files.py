@@ -74,7 +74,9 @@ def read_yaml(path):
     try:
         values = yaml.load(here_or_ours(path).read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError as error:
-        raise SettingError("config", str(path), f"No such file, seen from {Path.cwd()}") from error
+        ours = Path("configs", Path(path).name).with_suffix(".yaml")
+        meant = f"; did you mean {ours}?" if (ROOT / ours).exists() else ""
+        raise SettingError("config", str(path), f"No such file, seen from {Path.cwd()}{meant}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingError("config", str(path), one_line(error, limit=None)) from error
     if values is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from errors import counted
 from reporting.files import (
     located_records,
     read_metrics,
@@ -203,7 +204,7 @@ def _paired_change(questions):
     verdict = "no sure change"
     if p <= 0.05:
         verdict = "better" if gained > lost else "worse"
-    text = f"{gained} questions gained, {lost} lost: p = {p:#.2g}, {verdict}"
+    text = f"{counted(gained, 'question')} gained, {lost} lost: p = {p:#.2g}, {verdict}"
     return [("first → last evaluation, paired", text)]
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from errors import one_line
+from errors import counted, one_line
 from reporting.statistics import clopper_pearson
 
 COLOURS = ("#1f6fb4", "#e0812b", "#3a9250", "#b4453f", "#7a5ca8", "#5b5b5b", "#b08a1e", "#2aa1a1")
@@ -314,4 +314,4 @@ def draw_comparison(results, folder, name="compare"):
         left.set_title("accuracy", loc="left", fontsize=9)
         right.set_title("difference from the first, paired", loc="left", fontsize=9)
         right.axvline(0, color=GREY, lw=0.8, ls="--")
-        left.set_xlabel(f"{first['questions']} questions, 95% intervals", fontsize=8)
+        left.set_xlabel(f"{counted(first['questions'], 'question')}, 95% intervals", fontsize=8)

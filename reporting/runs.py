@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from errors import SettingError
+from errors import SettingError, counted
 from reporting.files import FINISHED, damaged_lines, read_metrics, read_run_config, write_whole
 from reporting.page import filled, style_of_a_page
 from reporting.plots import PANELS, is_rounding
@@ -126,7 +126,7 @@ def runs_page(folders, out, notes, reload=None):
         "metrics": {name: titles.get(name, name) for name in shown},
     }
     data |= {"width": width, "reload": reload, "written": time.strftime("%Y-%m-%d %H:%M:%S")}
-    return filled(TEMPLATE, f"{len(runs)} runs", data, STYLE=style_of_a_page())
+    return filled(TEMPLATE, counted(len(runs), "run"), data, STYLE=style_of_a_page())
 
 
 def _lines_of(folder, notes):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import DataError, SettingError, one_line
+from errors import DataError, SettingError, counted, one_line
 from reporting.files import write_whole
 from reporting.plots import series, smooth
 from reporting.statistics import holm
@@ -243,7 +243,7 @@ def verdict_of(plan, comparisons):
 def difference_sentence(plan, row):
     """What the comparison of treatment and baseline found at the primary endpoint."""
     low, high = (100 * end for end in row["difference_ci95"])
-    margin = f"{100 * plan['margin']:g} point{'s' if plan['margin'] != 0.01 else ''}"
+    margin = counted(100 * plan["margin"], "point", "g")
     return (
         f"The difference in {row['endpoint']} is {100 * row['difference']:+.2f} points (95% interval "
         f"{low:+.2f} to {high:+.2f}, p = {row['p']:#.2g}, {row['seeds']} seeds; TOST within {margin}: "

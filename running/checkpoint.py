@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from errors import NoRoomError, RunError, SettingError, one_line
+from errors import NoRoomError, RunError, SettingError, counted, one_line
 from learning.learner import renew_rates
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
@@ -134,7 +134,7 @@ class Checkpoints:
         """The folder holds a run, and nothing to go on from where the first process looks."""
         what = "has no checkpoint that is whole"
         if finished.exists():
-            what = f"finished {finished_steps(finished)} steps and left no checkpoint"
+            what = f"finished {counted(finished_steps(finished), 'step')} and left no checkpoint"
         remedy = (
             "there is nothing to go on from; begin anew with --overwrite_output_dir true, "
             "and with --save_every N, which keeps the last step too"

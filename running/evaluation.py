@@ -12,6 +12,7 @@ from tqdm import tqdm
 from answers.formats import extract_answer
 from decoding.controls import row_keys
 from decoding.rollout import Sampling, rollout_uniforms
+from errors import counted
 from learning.parallel import first_over_processes, max_over_processes, shard, together
 from reporting.files import PASS_RATES, write_whole
 from rewards import right_answers
@@ -95,7 +96,7 @@ def first_pass(run, decoder, problems):
         mixed = statistics.fmean(0 < count < samples for count in right)
         run.first_pass = {"first_pass_seconds": seconds, "first_pass_completions": total}
         run.first_pass |= {"first_pass_correct": rate}
-        said = f"{total} samples of {len(right)} problems in {seconds:.0f} s, {rate:.3f} right"
+        said = f"{total} samples of {counted(len(right), 'problem')} in {seconds:.0f} s, {rate:.3f} right"
         run.say(f"first pass: {said}; {mixed:.3f} of the problems were answered both right and wrong")
         if not rate:
             run.say("WARNING: nothing is right: no problem is drawn more often than another until one is")

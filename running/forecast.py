@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from statistics import fmean
 
-from errors import SettingError
+from errors import SettingError, counted
 from learning.models import size_of
 from running.study import ENDED, read_json, read_note
 
@@ -96,7 +96,7 @@ def plan_lines(study, questions, seconds, needed, processes):
         )
         role = "" if arm["role"] == "confirmatory" else f" ({arm['role']})"
         minutes = f"{seconds.runs[arm['name']] / 60:.1f} minutes each"
-        lines.append(f"arm {arm['name']}{role}: {settings}; {len(arm['seeds'])} seeds, {minutes}")
+        lines.append(f"arm {arm['name']}{role}: {settings}; {counted(len(arm['seeds']), 'seed')}, {minutes}")
     for seed in plan["seeds"]:
         lines.append(f"seed {seed}: {', '.join(study.arms_of(seed))}")
     if plan["look_after"]:
@@ -106,12 +106,15 @@ def plan_lines(study, questions, seconds, needed, processes):
         )
     for q in questions:
         e = q.evaluation
-        how = "greedy" if e.temperature == 0 else f"{e.samples} samples at temperature {e.temperature:g}"
+        how = (
+            "greedy"
+            if e.temperature == 0
+            else f"{counted(e.samples, 'sample')} at temperature {e.temperature:g}"
+        )
         interacting = ", interacting" if e.interacts else ""
         steps = ", ".join(map(str, e.steps))
-        lines.append(
-            f"evaluation {e.name}: {len(q.problems)} questions, {how}{interacting}, at steps {steps}"
-        )
+        asked = counted(len(q.problems), "question")
+        lines.append(f"evaluation {e.name}: {asked}, {how}{interacting}, at steps {steps}")
     time = sum(seconds.runs[arm] for arms in left.values() for arm in arms)
     time += seconds.start * sum(bool(arms) for arms in left.values())
     beside = f" on {processes} processes" if processes > 1 else ""

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from answers.user_files import code_of, user_files
-from errors import RunError, SettingError
+from errors import RunError, SettingError, counted
 from learning.device import choose_device, cpu_threads
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
@@ -55,7 +55,9 @@ def starts_processes(config):
     if started or wanted <= 1:
         return None
     if torch.cuda.is_available() and wanted > torch.cuda.device_count():
-        raise SettingError("num_processes", wanted, f"there are {torch.cuda.device_count()} GPUs")
+        raise SettingError(
+            "num_processes", wanted, f"this machine has {counted(torch.cuda.device_count(), 'GPU')}"
+        )
     return wanted
 
 
@@ -149,7 +151,7 @@ def named_files(config):
     code = code_of(config)
     named += code + [(setting, file) for setting, path in code for file in user_files(path)[1:]]
     data = Path(config.dataset)
-    named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}.*")))]
+    named += [("dataset", path) for path in (data, *sorted(data.glob(f"{config.split}[.-]*")))]
     found = [(name, path, here_or_ours(path)) for name, path in named if path]
     return {(name, str(path)): sha256_of(file) for name, path, file in found if file.is_file()}
 
@@ -257,8 +259,11 @@ def start_processes(config):
 def make_accelerator(config, handlers=()):
     """This process's Accelerator; the settings alone say what is computed in which precision."""
     check_precision(config)
-    launcher_s = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launcher_s not in ("no", config.precision) and is_first_of_node():
+    launcher_s = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if (config.num_processes or 1) > 1 and "RANK" not in os.environ and launcher_s is None:
+        remedy = "a call from Python starts none: run your script with torchrun --nproc_per_node {}"
+        raise SettingError("num_processes", config.num_processes, remedy.format(config.num_processes))
+    if launcher_s not in (None, "no", config.precision) and is_first_of_node():
         unread = f"the launcher's mixed_precision={launcher_s} has no effect"
         warnings.warn(f"{unread}: --precision is {config.precision}", stacklevel=2)
     # of fp16, sums over parts of a product are in float32, too

@@ -31,6 +31,7 @@ from errors import (
     show_all_letters,
 )
 from reporting.files import read_yaml
+from running.versions import version_line
 
 # Names that other trainers give to these settings: transformers and TRL, OneShotGRPO, H3PO, the MATH scripts.
 ALIASES = {
@@ -91,6 +92,17 @@ SHOWN_AS = {int: "N", float: "X"}  # the value of a flag in --help
 GIVEN_TO_TRAIN = {  # what a setting names, and Python gives as it is
     "dataset": "; rows are given to train(config, dataset=rows)",
     "reward": "; functions are given to train(config, reward_functions=[...])",
+}
+OF_TRL = {  # arguments of TRL's trainers, and what a script's train() has in their place
+    "args": "is config here: give train(Config(...))",
+    "train_dataset": "is a setting here: give Config(dataset=...)",
+    "eval_dataset": "is not needed: Config(eval_problems=...) holds problems of the data out",
+    "processing_class": "is not needed: the tokenizer is the model's own",
+    "tokenizer": "is not needed: the tokenizer is the model's own",
+    "peft_config": "is settings here: give Config(lora_r=..., lora_alpha=...)",
+    "optimizers": "is settings here: give Config(optimizer=..., learning_rate=...)",
+    "callbacks": "is not needed: the loop of the script is there to be changed",
+    "reward_processing_classes": "is not needed: a reward is a function, which may hold a model",
 }
 BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
 
@@ -268,14 +280,17 @@ def _parser(config_class, description, only_given=False):
     hints, aliases = get_type_hints(config_class), _aliases(config_class)
     doc, usage = (description or "").partition("\n")[0], getattr(config_class, "usage", None)
     parser = _Parser(usage=usage, description=doc, allow_abbrev=False, formatter_class=_HelpFormatter)
-    parser.names = [*hints, *aliases, "config", "help"]
+    parser.names = [*hints, *aliases, "config", "help", "version"]
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     for title, names in _groups(config_class).items():
         group = parser.add_argument_group(title)
         if title == THIS_COMMAND:
             is_usual = "--config" in (usage or "--config")  # a study's own file comes first
             text = "YAML file of settings; flags beside it win" if is_usual else argparse.SUPPRESS
-            group.add_argument("--config", metavar="FILE", help=text)
+            group.add_argument("--config", metavar="FILE", help=text, action=_Once)
+            version = "print the commit and the versions of the packages, and end"
+            unset = dict(default=argparse.SUPPRESS, nargs=0)
+            group.add_argument("--version", action=_Version, **unset, help=version)
         for name in names:
             default = argparse.SUPPRESS if only_given else fields[name].default
             parser.add_setting(group, fields[name], hints[name], aliases, default)
@@ -381,6 +396,23 @@ def check_config(config, config_class):
         raise SettingError("config", config, f"must be a Config of this script: give {made}")
 
 
+def refuse_arguments(given, config_class, renamed=None):
+    """Refuse arguments that a script's train() does not have, such as those of TRL's trainers.
+
+    renamed: {another name: argument} of those that it has under a name of its own.
+    """
+    aliases, renamed = _aliases(config_class), renamed or {}
+    for name, value in given.items():
+        hint = f"no such argument of train(){_did_you_mean(name, ('config', *renamed.values()))}"
+        hint = OF_TRL.get(name, hint)
+        setting = aliases.get(name, name)
+        if setting in config_class.__dataclass_fields__:
+            hint = f"is a setting: give Config({setting}=...)"
+        if name in renamed:
+            hint = f"is {renamed[name]} here"
+        raise SettingError(name, value, hint)
+
+
 def warn_of_idle(config, trained=None):
     """Warn, in its words, of what the command line refuses in a config that was made in Python.
 
@@ -404,6 +436,10 @@ def warn_of_idle(config, trained=None):
 class _Parser(argparse.ArgumentParser):
     """argparse whose flags are fields of a dataclass, and whose errors are SettingErrors."""
 
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.given = {}  # of each setting the value that it has got, and the flag
+
     def add_setting(self, group, field, hint, aliases, default):
         """`--field VALUE` under all its names, and `--no_field` where it is a bool that is on by default.
 
@@ -411,19 +447,20 @@ class _Parser(argparse.ArgumentParser):
         """
         name, options = field.name, _flag_options(hint, _none_words(field))
         short = [f"-{letter}" for letter in field.metadata.get("short", "")]
-        group.add_argument(*short, f"--{name}", **options, default=default, help=field.metadata["help"])
-        unshown = dict(dest=name, default=default, help=argparse.SUPPRESS)
+        text = field.metadata["help"]
+        group.add_argument(*short, f"--{name}", **options, default=default, help=text, action=_Once)
+        unshown = dict(dest=name, default=default, help=argparse.SUPPRESS, action=_Once)
         others = [alias for alias, real in aliases.items() if real == name]
         for flag in [flag for other in (name, *others) for flag in _flags(other) if flag != f"--{name}"]:
             self.add_argument(flag, **options, **unshown)
         if field.default is True:
-            self.add_argument(*_flags(f"no_{name}"), action="store_false", **unshown)
+            self.add_argument(*_flags(f"no_{name}"), nargs=0, const=False, **unshown)
 
     def add_switch(self, name):
         """`--name [true|false]` and `--no_name`, which --help leaves to the setting that they stand for."""
-        unshown = dict(dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        unshown = dict(dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, action=_Once)
         self.add_argument(*_flags(name), **_flag_options(bool, ()), **unshown)
-        self.add_argument(*_flags(f"no_{name}"), action="store_false", **unshown)
+        self.add_argument(*_flags(f"no_{name}"), nargs=0, const=False, **unshown)
 
     def error(self, message):
         given = re.match(r"unrecognized arguments: (-*)([^\s=]+)", message)
@@ -453,6 +490,27 @@ class _HelpFormatter(argparse.HelpFormatter):
 def _as_given(default):
     """A default as somebody would write it on the command line."""
     return "true" if default is True else str(default).replace("%", "%%")
+
+
+class _Once(argparse.Action):
+    """Takes the value of a flag; given twice, under another name too, one would be dropped without a word."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        taken = self.const if self.nargs == 0 else values
+        if self.dest in parser.given:
+            remedy = "put all values after one flag" if self.nargs == "+" else "leave one out"
+            value, flag = parser.given[self.dest]
+            raise SettingError(self.dest, taken, f"is given twice, first as {value!r} by {flag}: {remedy}")
+        parser.given[self.dest] = taken, option_string
+        setattr(namespace, self.dest, taken)
+
+
+class _Version(argparse.Action):
+    """Print what the project is made of, without loading any of it, and end."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        print(version_line())
+        parser.exit()
 
 
 class _Refuse(argparse.Action):

@@ -27,7 +27,7 @@ from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
-from errors import Interrupted, SettingError, is_out_of_memory, one_line
+from errors import Interrupted, SettingError, counted, is_out_of_memory, one_line
 from learning.device import choose_device
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
@@ -198,14 +198,14 @@ def _check_work(said, problems, held_out, skipped):
     said.say("prompts", f"{len(problems)} to train on, {len(held_out)} held out, {skipped} skipped; {spread}")
     if skipped:
         longer = f"longer than max_prompt_length={config.max_prompt_length} and are skipped"
-        said.find(f"{skipped} of {skipped + len(problems) + len(held_out)} prompts are {longer}")
+        said.find(f"{skipped} of the {skipped + len(problems) + len(held_out)} prompts are {longer}")
     B, G = config.batch_size, config.num_generations
     tokens = B * G * (statistics.fmean(lengths) + config.max_completion_length)
-    sampled = f"{B} problems x {G} = {B * G} completions, at most {tokens:,.0f} tokens"
-    said.say("a step", f"{sampled}, {config.mu} optimiser step(s)")
+    sampled = f"{counted(B, 'problem')} x {G} = {B * G} completions, at most {tokens:,.0f} tokens"
+    said.say("a step", f"{sampled}, {counted(config.mu, 'optimiser step')}")
     total = steps_to_do(config, len(problems)) * config.outer_iterations
     passes = total * B / len(problems)
-    sampled = f"{total} steps = {total * B * G:,} completions"
+    sampled = f"{counted(total, 'step')} = {total * B * G:,} completions"
     how = f"{passes:.2f} passes over the problems"
     if draws_by_pass_rate(config):
         first = f"{config.pass_rate_samples * len(problems):,} completions before the first step"
@@ -537,7 +537,7 @@ def _check_pass_rate(said, decoder, problems, end, of_the_run):
     mean = statistics.fmean(rates)
     silent = statistics.fmean(rate in (0, 1) for rate in rates)
     cut_off = statistics.fmean(not completion.ended for completion in completions)
-    asked = f"{len(problems)} problems x {G} (single paths, {seconds:.1f} s)"
+    asked = f"{counted(len(problems), 'problem')} x {G} (single paths, {seconds:.1f} s)"
     silence = f"{silent:.2f} of the groups carry no signal from right and wrong alone"
     said.say("pass rate", f"{mean:.3f} on {asked}; {cut_off:.2f} cut off{_undecided(right)}; {silence}")
     if advice := _advice(mean, silent):

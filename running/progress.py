@@ -9,17 +9,17 @@ import torch
 from accelerate.utils import gather_object
 
 from decoding.rollout import rollout_uniforms
-from errors import SettingError
+from errors import SettingError, counted
 from rewards import right_answers
 
 ADVICE = {
-    "unearned": "no completion has earned anything for {} steps. What usually helps: a supervised warm start "
+    "unearned": "no completion has earned anything for {}. What usually helps: a supervised warm start "
     "(--warm_start), easier problems, an answer_format the model knows, and in a reward of your own the text "
     "of a completion, which is completion[0]['content'] (see --check).",
-    "format_only": "for {} steps all completions of each group earned the same, and none was right. The "
+    "format_only": "for {} all completions of each group earned the same, and none was right. The "
     "format is learnt and the answers are gone; what usually helps: a warm start, a lower learning_rate, "
     "a larger num_generations.",
-    "constant": "for {} steps all completions have earned the same, so that nothing is learnt. Either "
+    "constant": "for {} all completions have earned the same, so that nothing is learnt. Either "
     "nothing is left to learn, or the reward does not look at the text, which is completion[0]['content'] "
     "(see --check).",
 }
@@ -69,11 +69,11 @@ class Progress:
         self.constant_steps = self.constant_steps + 1 if constant else 0
         self.format_only_steps = self.format_only_steps + 1 if format_only else 0
         if patience and self.unearned_steps == patience:
-            return "WARNING: " + ADVICE["unearned"].format(patience)
+            return "WARNING: " + ADVICE["unearned"].format(counted(patience, "step"))
         if patience and self.format_only_steps == patience:
-            return "WARNING: " + ADVICE["format_only"].format(patience)
+            return "WARNING: " + ADVICE["format_only"].format(counted(patience, "step"))
         if patience and self.constant_steps == patience and not format_only:
-            return "WARNING: " + ADVICE["constant"].format(patience)
+            return "WARNING: " + ADVICE["constant"].format(counted(patience, "step"))
         return None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from errors import Interrupted, NotFiniteError, SettingError, Stopped
+from errors import Interrupted, NotFiniteError, SettingError, Stopped, counted
 from learning.learner import NOT_FINITE, renew_rates
 from learning.parallel import first_over_processes, max_over_processes, raise_on_all, shard, together
 from reporting.files import FINISHED, read_run_config
@@ -93,7 +93,8 @@ class Run:
         if note is not None and self._is_done(note):
             self.is_finished = True
             page = self.folder / "report.html"
-            self.say(f"nothing is left to do: {self.folder} finished its {note['step']} steps; see {page}")
+            steps = counted(note["step"], "step")
+            self.say(f"nothing is left to do: {self.folder} finished its {steps}; see {page}")
             if self.config.open and self.accelerator.is_main_process:
                 open_page(page, self.say)
             if self.config.push_to_hub and note.get("uploaded") != self.config.hub_model_id:
@@ -139,8 +140,8 @@ class Run:
             if goes_on and not problem and not self._has_checkpoint_since(note["step"]):
                 its_model = "" if is_whole else ", its model is not whole any more,"
                 problem = (
-                    f"finished {note['step']} steps{its_model} and left no checkpoint of the last one to "
-                    "go on from (--save_every N keeps it, beforehand): "
+                    f"finished {counted(note['step'], 'step')}{its_model} and left no checkpoint of the last "
+                    "one to go on from (--save_every N keeps it, beforehand): "
                     "begin anew with --overwrite_output_dir true"
                 )
         raise_on_all(SettingError("resume", str(self.folder), problem) if problem else None)
@@ -225,10 +226,8 @@ class Run:
             if self.config.keep_best:
                 save_best(self)
         if self._is_out_of_patience():
-            count = progress.since_best
-            self.say(
-                f"no better held-out accuracy than {progress.best:.3f} in {count} evaluations: the run ends"
-            )
+            count = counted(progress.since_best, "evaluation")
+            self.say(f"no better held-out accuracy than {progress.best:.3f} in {count}: the run ends")
         return evaluation
 
     def _is_out_of_patience(self):
@@ -281,8 +280,8 @@ class Run:
         if count >= self.config.max_bad_steps:
             or_bf16 = ", or say --precision bf16" if self.config.precision == "fp16" else ""
             raise NotFiniteError(
-                f"{count} steps in a row had a loss or gradient that is not finite, the last on problems "
-                f"{metrics['bad_examples']}; a pass that is not finite changes no weight: lower "
+                f"{counted(count, 'step')} in a row had a loss or gradient that is not finite, the last on "
+                f"problems {metrics['bad_examples']}; a pass that is not finite changes no weight: lower "
                 f"learning_rate{or_bf16}, or go on from the last checkpoint with --resume true"
             )
 

@@ -5,10 +5,7 @@ import functools
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -19,11 +16,11 @@ from problems.prompts import Prompting, system_prompt_text
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
 from running.parsing import named_and_typed
+from running.versions import commit, versions
 
 STEPS = 500  # of a run for which neither num_steps nor num_epochs is given
 PRECISIONS = ("bf16", "fp16", "fp32")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
-PACKAGES = "torch transformers accelerate datasets numpy peft bitsandbytes mpmath triton".split()
 
 
 # The groups of --help, in their order; a setting that is in none of them stands in the last.
@@ -120,7 +117,8 @@ class TrainConfig:
     )
     dataset: str = setting(
         "gsm8k",
-        "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder of <split>.jsonl, a hub id",
+        "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder of <split>.jsonl (or its "
+        "shards), a hub id",
         inherited=True,
     )
     split: str = setting(
@@ -445,11 +443,10 @@ class TrainConfig:
             raise SettingError("fsdp", True, remedy)
         if self.load_in_4bit and self.model == "tiny":
             raise SettingError("load_in_4bit", True, "model=tiny is made here, and not loaded: give another")
-        for name in ("lora_target_modules", "load_in_4bit", "save_adapter"):
-            if getattr(self, name) and not self.lora_r:
-                raise SettingError(
-                    name, getattr(self, name), "there are no adapters without LoRA: set lora_r"
-                )
+        for name in ("lora_alpha", "lora_target_modules", "load_in_4bit", "save_adapter"):
+            if getattr(self, name) != getattr(type(self), name) and not self.lora_r:
+                remedy = "has no effect with lora_r=0: set lora_r too"
+                raise SettingError(name, getattr(self, name), remedy)
 
     @property
     def moment_bytes(self):
@@ -530,22 +527,4 @@ def has_begun(folder):
 
 def resolved(config):
     """Every setting, the versions and the commit: what `run_config.yaml` holds. No tokens, no environment."""
-    versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
-    installed = {name: version for name, version in versions.items() if version}
-    return {**dataclasses.asdict(config), "versions": installed, "commit": _commit()}
-
-
-@functools.cache
-def _commit():
-    git = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    here = Path(__file__).parent
-    found = subprocess.run(git, cwd=here, capture_output=True, text=True, check=False).stdout
-    return found.strip() or "unknown"
-
-
-@functools.cache
-def _version(package):
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return {**dataclasses.asdict(config), "versions": versions(), "commit": commit()}

@@ -7,7 +7,7 @@ from accelerate.utils import gather_object
 
 from decoding.controls import Strangers
 from decoding.rollout import Sampling, rollout_uniforms
-from errors import RunError, SettingError
+from errors import RunError, SettingError, counted
 from learning.parallel import first_over_processes, shard, together
 from reporting.files import STRANGERS, read_records, write_records
 
@@ -34,7 +34,7 @@ def hear_strangers(run, decoder, problems):
         with together():
             if run.accelerator.is_main_process:
                 write_records(path, records)
-        run.say(f"strangers: {len(records)} completions, sampled from the start into {path}")
+        run.say(f"strangers: {counted(len(records), 'completion')}, sampled from the start into {path}")
     decoder.hear_strangers(Strangers.of([r["ids"] for r in records], run.config.max_completion_length))
 
 

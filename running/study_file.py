@@ -26,7 +26,8 @@ from running.parsing import (
 from running.settings import check, check_one_of, free_on_resume, setting
 from running.study import Study, code_files, code_hash
 
-WORKER = "GRPO_STUDY_WORKER"  # set in the processes that grpo_study.py starts, one for each card
+# Set in the processes that grpo_study.py starts, one for each card: the minutes left of stop_after, or None
+WORKER = "GRPO_STUDY_WORKER"
 # What a study sets itself in each run
 OF_THE_STUDY = (
     "check fsdp hub_model_id hub_private max_wall_minutes model num_processes output_dir "
@@ -153,11 +154,11 @@ configs/study_tiny.yaml is one."""
 
 def parse(argv, doc=None):
     """The study's file, which comes first, and the Options."""
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+    if argv and argv[0] in ("-h", "--help", "--version"):
+        argv = ["", *argv]
+    if not argv or argv[0].startswith("-"):
         remedy = "give the study's file first: python grpo_study.py configs/study_tiny.yaml"
         raise SettingError("command line", " ".join(argv), remedy)
-    if argv[0] in ("-h", "--help"):
-        argv = ["", *argv]
     path, *flags = argv
     return path, parse_config(Options, flags, doc)
 
@@ -168,7 +169,10 @@ def study_of_command(doc):
     if started_processes() > 1:
         raise SettingError("command line", "torchrun", "a study starts its processes itself: say python")
     study = read_study(path, grpo_config.Config, sft_config.Config, sft_config.warm_start_settings, options)
-    if WORKER not in os.environ:
+    if WORKER in os.environ:
+        left = os.environ[WORKER]
+        options = dataclasses.replace(options, stop_after=None if left == "None" else float(left))
+    else:
         print(f"study: {len(study.configs)} arms, {len(study.seeds)} seeds, in {study.folder}", flush=True)
     return study, options
 

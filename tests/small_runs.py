@@ -48,9 +48,21 @@ def warm(tmp_path_factory):
     return folder
 
 
+def given_once(flags):
+    """The words of a command in which a later flag takes the place of the same one before it."""
+    values = {}
+    for word in flags.split():
+        if word.startswith("--"):
+            name, *rest = word.split("=", 1)
+            values[name] = rest
+        else:
+            values[name].append(word)
+    return [word for name, rest in values.items() for word in (name, *rest)]
+
+
 def run_short(warm, out, flags=""):
     """Three GRPO steps from the warm start; returns the folder of the run."""
-    words = f"{SHORT} --warm_start none --model {warm} --output_dir {out} {flags}".split()
+    words = given_once(f"{SHORT} --warm_start none --model {warm} --output_dir {out} {flags}")
     return grpo_train.train(parse_config(Config, words)).folder
 
 

@@ -33,7 +33,7 @@ from running.parsing import parse_config
 from running.preflight import _made_up_rollout
 from running.strangers import read_strangers
 from small_models import a_model_and_problems, build_model
-from small_runs import SHORT, command, lines, run_short, without_times
+from small_runs import SHORT, command, given_once, lines, run_short, without_times
 
 G, T, LAMBDA = 3, 24, 0.3
 CONTROLS = ("scaled_mean", "noise", "strangers", "own")
@@ -514,7 +514,7 @@ def test_a_control_is_the_same_run_on_two_processes(how, warm, tmp_path):
     flags = FLAGS.replace("strangers", how) + f"--beta {beta} --cpu_threads 1 --dynamic_sampling 1"
     run_short(warm, tmp_path / "one", flags)
     words = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / 'two'} {flags}"
-    done = command("grpo_train.py", *words.split(), nproc=2)
+    done = command("grpo_train.py", *given_once(words), nproc=2)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "two"))
     keys = ("step", "example_id", "generation", "completion", "reward")

@@ -162,7 +162,7 @@ def test_questions_are_filtered_searched_and_walked_through_by_the_keys_of_a_run
         assert shown == [f"test-{i}" for i in ids], kind
     tab.keyboard.press("Tab")
     tab.fill("#search", "QUESTION 3?")
-    assert position.inner_text() == "1 of 1 questions"
+    assert position.inner_text() == "1 of 1 question"
     tab.fill("#search", "")
     tab.locator("#list tr", has_text="test-2").click()
     assert position.inner_text() == "3 of 5 questions"

@@ -386,7 +386,7 @@ def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_numbers(
         assert not (folder / "report.json").exists()
     capsys.readouterr()
     report, folder = evaluate(many, "cut", **settings)
-    assert f"{folder}: {min(30, sum(after))} of 30 questions are answered already" in capsys.readouterr().out
+    assert f"{folder}: {min(30, sum(after))} of 30 questions answered already" in capsys.readouterr().out
     assert {**report, "seconds": 0} == {**whole, "seconds": 0}
     assert texts_of(folder) == texts_of(left_alone)
     assert {path.name for path in folder.iterdir()} == {path.name for path in left_alone.iterdir()}, (

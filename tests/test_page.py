@@ -467,7 +467,7 @@ def open_in(browser, path, groups, script="", prepare=lambda tab: None):
     tab.add_init_script(script)
     tab.goto(path.as_uri())
     tab.wait_for_selector(".path")
-    assert f"1 of {groups} groups" in tab.locator("#position").inner_text()
+    assert f"1 of {groups} group" in tab.locator("#position").inner_text()
     return tab
 
 

@@ -27,7 +27,7 @@ from running.launching import make_accelerator
 from running.parsing import parse_config, run_main, settings_from_file
 from running.settings import resolved
 from small_models import build_model
-from small_runs import ROOT, SHORT, command
+from small_runs import ROOT, SHORT, command, given_once
 from small_update import small_update
 from solver import load_solver
 
@@ -444,7 +444,7 @@ def test_two_processes_agree_on_an_overflow_that_one_of_them_had(fsdp, warm, tmp
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + ON_ONE_PROCESS)
     flags = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / 'out'} --num_steps 4 "
     flags += f"--fsdp {fsdp} --beta 0.1 --eval_every 0 --cpu_threads 1 --learning_rate 1e-3"
-    done = command(script, *flags.split(), nproc=2)
+    done = command(script, *given_once(flags), nproc=2)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (json.loads((tmp_path / f"script.py.{rank}").read_text()) for rank in range(2))
     assert one == two

@@ -165,8 +165,38 @@ def test_a_folder_gives_the_file_of_the_split_and_a_file_serves_every_split(tmp_
     assert load_problems(str(tmp_path), "train")[0].question == "Q"
     assert load_problems(str(tmp_path), "test")[0] == Problem("R", "2", id="test-0")
     assert load_problems(str(tmp_path / "train.jsonl"), "test")[0].question == "Q"
-    with pytest.raises(DataError, match=r"has no validation\.jsonl"):
+    with pytest.raises(DataError, match=r"has no validation\.jsonl.*; there are: test\.jsonl, train\.jsonl"):
         load_problems(str(tmp_path), "validation")
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="it is empty"):
+        load_problems(str(tmp_path / "data"), "train")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_shards_of_a_split_are_read_in_their_order(suffix, tmp_path):
+    """A folder of the hub's own files was refused: `has no train.jsonl`."""
+    rows = [{"question": f"Q{i}", "answer": str(i)} for i in range(11)]
+    parts = datasets.Dataset.from_list(rows)
+    for i in range(11):
+        shard, name = parts.shard(11, i, contiguous=True), f"train-{i:05d}-of-00011"
+        name += "-0123456789abcdef" if i == 3 else ""  # as older files have it
+        getattr(shard, f"to_{suffix.replace('jsonl', 'json')}")(tmp_path / f"{name}.{suffix}")
+    jsonl(tmp_path / "test-00000-of-00001.jsonl", {"question": "R", "answer": "2"})
+    assert [p.question for p in load_problems(str(tmp_path), "train")] == [f"Q{i}" for i in range(11)]
+    assert [p.id for p in load_problems(str(tmp_path), "train", limit=2)] == ["train-0", "train-1"]
+    assert [p.question for p in load_problems(str(tmp_path), "test")] == ["R"]
+    (tmp_path / f"train-00009-of-00011.{suffix}").unlink()
+    with pytest.raises(DataError, match="of the 11 shards of train it lacks number 00009"):
+        load_problems(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("other", ["train.csv", "train-00000-of-00001.jsonl", "train-00000-of-00002.jsonl"])
+def test_a_split_that_is_there_twice_is_refused(other, tmp_path):
+    """The .jsonl was read, and the other file left without a word."""
+    jsonl(tmp_path / "train.jsonl", {"question": "Q", "answer": "1"})
+    (tmp_path / other).write_text("question,answer\nR,2\n")
+    with pytest.raises(DataError, match=f"more than one train: .*{other}.*; leave one there, or name a file"):
+        load_problems(str(tmp_path), "train")
 
 
 def test_the_limit_takes_the_first_rows_in_order_and_must_be_positive(tmp_path):

@@ -30,7 +30,7 @@ from learning.parallel import owners, shard
 from running import launching
 from running.launching import check_shares, signals_to_hand_on, starts_processes
 from running.parsing import LAUNCHER_S, STARTED, started_processes
-from small_runs import SHORT, command, lines, run_short
+from small_runs import SHORT, command, given_once, lines, run_short
 from small_update import small_update
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,8 +125,8 @@ def test_many_processes_give_the_run_that_one_gives(processes, problems, warm, t
     """
     flags = f"--batch_size {problems} --max_grad_norm 0.1 --beta 0.04 --micro_batch_tokens 300 "
     flags += "--max_completion_length 24 --log_groups 5 --cpu_threads 1"
-    start = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / 'many'}"
-    done = command("grpo_train.py", *start.split(), *flags.split(), nproc=processes)
+    words = given_once(f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / 'many'} {flags}")
+    done = command("grpo_train.py", *words, nproc=processes)
     assert done.returncode == 0, done.stderr[-2000:]
     run_short(warm, tmp_path / "one", flags)
     one, many = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "many"))
@@ -160,7 +160,7 @@ def test_a_process_without_a_row_that_counts_keeps_step(fsdp, warm, tmp_path):
     for name, processes in (("one", None), ("many", 2)):
         start = f"{SHORT} --warm_start none --model {warm} --output_dir {tmp_path / name} {flags}"
         more = ["--fsdp", fsdp] if processes else []
-        done = command("grpo_train.py", *start.split(), *more, nproc=processes)
+        done = command("grpo_train.py", *given_once(start), *more, nproc=processes)
         assert done.returncode == 0, done.stderr[-2000:]
     one, many = (lines(tmp_path / name / "metrics.jsonl") for name in ("one", "many"))
     assert any(0 < m["scored_completions"] <= 4 for m in many), "in some step one process has none"
@@ -231,7 +231,7 @@ def test_a_process_that_was_started_by_a_launcher_starts_none(monkeypatch):
     assert starts_processes(Config(num_processes=2)) == 2
     assert starts_processes(Config(num_processes=1)) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SettingError, match="there are 4 GPUs"):
+    with pytest.raises(SettingError, match="this machine has 4 GPUs"):
         starts_processes(Config(num_processes=5))
     for variable in ("RANK", "ACCELERATE_MIXED_PRECISION"):
         with monkeypatch.context() as patch:
@@ -275,7 +275,7 @@ def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, s
     flags = f"{SHORT} --warm_start none --model tiny --num_processes 2 --num_steps 100000 --eval_every 0 "
     flags += f"--output_dir {tmp_path / 'out'}"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "grpo_train.py", *flags.split()]
+    words = [sys.executable, "grpo_train.py", *given_once(flags)]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parent = subprocess.Popen(words, cwd=ROOT, env=env, **quiet)
     metrics = tmp_path / "out" / "metrics.jsonl"
@@ -340,8 +340,8 @@ def wait_for(condition):
 @pytest.mark.slow
 def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm, tmp_path):
     """open-r1#620: the others waited 30 minutes for the one that had died."""
-    flags = f"{SHORT} --warm_start none --model {warm} --num_processes 2 --num_steps 2 --output_dir".split()
-    done = command("grpo_train.py", *flags, tmp_path / "two")
+    flags = given_once(f"{SHORT} --warm_start none --model {warm} --num_processes 2 --num_steps 2")
+    done = command("grpo_train.py", *flags, "--output_dir", tmp_path / "two")
     assert done.returncode == 0, done.stderr
     assert "on 2 cpu processes" in done.stdout
     (tmp_path / "fails.py").write_text(
@@ -349,7 +349,8 @@ def test_the_script_starts_its_processes_and_ends_with_the_first_that_fails(warm
         "        raise ValueError('boom')\n    return [0.0] * len(completions)\n"
     )
     reward = f"{tmp_path / 'fails.py'}:reward"
-    done = command("grpo_train.py", *flags, tmp_path / "failed", "--reward", reward, timeout=PATIENCE)
+    flags += ["--output_dir", tmp_path / "failed", "--reward", reward]
+    done = command("grpo_train.py", *flags, timeout=PATIENCE)
     assert done.returncode == 1
     assert "boom" in done.stderr
     assert "process 1 ended with status 1" in done.stderr
@@ -383,7 +384,7 @@ def test_sharded_weights_train_as_whole_ones_do(warm, tmp_path):
     weights, metrics = {}, {}
     for fsdp in ("false", "true"):
         out = tmp_path / fsdp
-        done = command("grpo_train.py", *flags.split(), "--fsdp", fsdp, "--output_dir", out)
+        done = command("grpo_train.py", *given_once(flags), "--fsdp", fsdp, "--output_dir", out)
         assert done.returncode == 0, done.stderr
         weights[fsdp], metrics[fsdp] = load_file(out / "model.safetensors"), lines(out / "metrics.jsonl")
         assert (out / "checkpoint-2" / "model.safetensors").exists()

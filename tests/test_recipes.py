@@ -218,7 +218,8 @@ def test_a_trl_reward_that_asks_for_the_worked_solution_gets_it(recipe_start, tm
         seen.extend(solution)
         return [0.0] * len(completions)
 
-    config = config_of("math_grpo", recipe_start, tmp_path / "out", grpo_train, num_steps=1)
+    how = dict(num_steps=1, reward_set=grpo_train.Config.reward_set)  # the recipe's own would be refused
+    config = config_of("math_grpo", recipe_start, tmp_path / "out", grpo_train, **how)
     grpo_train.train(config, reward_functions=[(looks, 1.0)])
     assert all(text.startswith("It is \\boxed{") for text in seen)
 

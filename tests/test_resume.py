@@ -814,7 +814,7 @@ def test_a_run_that_kept_no_last_checkpoint_says_what_to_set_beforehand(start, t
     run(settings_of(start, tmp_path / "out", num_steps=1, **settings))
     before = contents(tmp_path / "out")
     with pytest.raises(
-        SettingError, match=r"finished 1 steps and left no checkpoint .*--save_every N keeps it"
+        SettingError, match=r"finished 1 step and left no checkpoint .*--save_every N keeps it"
     ):
         run(settings_of(start, tmp_path / "out", num_steps=2, resume=True, **settings))
     assert contents(tmp_path / "out") == before
@@ -844,7 +844,7 @@ def test_a_run_that_ended_before_its_last_step_is_done(limit, start, tmp_path, c
     grpo_train.train(settings_of(start, tmp_path / "out", **settings))
     before = contents(tmp_path / "out")
     grpo_train.train(settings_of(start, tmp_path / "out", resume=True, **settings))
-    assert "finished its 1 steps" in capsys.readouterr().out
+    assert "finished its 1 step" in capsys.readouterr().out
     assert contents(tmp_path / "out") == before
 
 

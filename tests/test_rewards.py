@@ -581,7 +581,7 @@ def test_numpy_and_torch_values_are_accepted():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0], "returned 1 value for 2 completions"),
         ([1.0] * 3, "returned 3 values for 2 completions"),
         (1.0, "returned a float, not a list"),
         (None, "returned a NoneType, not a list"),
@@ -1134,7 +1134,7 @@ def test_what_functions_log_is_kept_by_completion_and_by_step():
     def logs_one(log_extra, **kwargs):
         log_extra("parsed", [1])
 
-    with pytest.raises(RewardError, match="'parsed'.* has 1 values for 2 completions"):
+    with pytest.raises(RewardError, match="'parsed'.* has 1 value for 2 completions"):
         compute_rewards([(logs_one, 1.0)], dict(completions=["x", "y"]), log=log)
 
 

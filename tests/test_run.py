@@ -185,13 +185,15 @@ def rows_of(kind):
     return Dataset.from_list(rows) if kind == "a Dataset" else rows
 
 
-@pytest.mark.parametrize("count", [8, 3])
-def test_a_batch_of_more_problems_than_there_are_is_told(count, recipe_start, tmp_path, capsys):
+@pytest.mark.parametrize(("count", "shown"), [(8, "8 problems"), (3, "3 problems"), (1, "1 problem")])
+def test_a_batch_of_more_problems_than_there_are_is_told(count, shown, recipe_start, tmp_path, capsys):
+    """Of one it said `1 problems`, as of one step, one question and one value."""
     settings = dict(batch_size=4, num_generations=2, num_steps=1, max_completion_length=4, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
     grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts")[:count])
-    said = "note: batch_size=4 is above the 3 problems: steps repeat some" in capsys.readouterr().out
-    assert said == (count == 3)
+    out = capsys.readouterr().out
+    assert f": {shown} to train on, 0 held out" in f": {out}"
+    assert (f"note: batch_size=4 is above the {shown}: steps repeat some" in out) == (count < 4)
 
 
 def test_reference_answers_that_can_never_be_right_are_told_with_their_number(recipe_start, tmp_path, capsys):
@@ -201,6 +203,18 @@ def test_reference_answers_that_can_never_be_right_are_told_with_their_number(re
     grpo_train.train(config, reward_functions=length_reward, dataset=rows)
     said = "note: 1 of 5 reference answers can never be right in answer_format=xml, such as '...'"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:m3po_control")
+@pytest.mark.parametrize("lam", [0.0, 0.1])
+def test_of_controls_is_told_where_paths_hear_anything(lam, recipe_start, tmp_path, capsys):
+    """A run of plain GRPO said that its paths do not hear what they hear in M3PO."""
+    settings = dict(batch_size=2, num_generations=3, num_steps=1, max_completion_length=4, eval_every=0)
+    settings |= dict(m3po_lambda=lam, m3po_control="noise", m3po_scoring="plain")
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts"))
+    out = capsys.readouterr().out
+    assert [f"m3po_{name}=" in out for name in ("control", "scoring")] == [lam > 0] * 2
 
 
 @pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
@@ -236,7 +250,20 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
             "no column 'Q' for the question",
         ),
         (dict(reward_functions=[]), {}, SettingError, "must hold at least one function"),
-        (dict(reward_functions="rewards.py:f"), {}, SettingError, "reward_functions='r': is neither a func"),
+        (
+            dict(reward_functions="rewards.py:f"),
+            {},
+            SettingError,
+            r"='rewards.py:f': is a name: give the func",
+        ),
+        (dict(reward_functions=["f"]), {}, SettingError, "reward_functions='f': is neither a function"),
+        (dict(dataset=rows_of("dicts")), dict(check=True), SettingError, r"check=True: .*train\(\) would"),
+        (
+            dict(dataset=rows_of("dicts")),
+            dict(num_processes=2),
+            SettingError,
+            "num_processes=2: a call from Python starts none: .* torchrun --nproc_per_node 2",
+        ),
         (dict(reward_functions=(length_reward, 0.5)), {}, SettingError, "=0.5: is neither a function"),
         (
             dict(dataset="mine.jsonl"),
@@ -251,6 +278,26 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
             "give .function, weight. pairs",
         ),
         (
+            dict(reward_functions=[length_reward]),
+            dict(reward_set="math"),
+            SettingError,
+            "reward_set='math': cannot stand beside reward_functions",
+        ),
+        (
+            dict(dataset=rows_of("dicts")),
+            dict(dataset="math"),
+            SettingError,
+            r"dataset='math': cannot stand beside the rows that are given to train\(\): give one",
+        ),
+        (dict(dataset=rows_of("dicts")), dict(split="test"), SettingError, "split='test': cannot stand"),
+        (dict(dataset=rows_of("Problems")), dict(answer_column="a"), DataError, "Problems have no columns"),
+        (dict(reward_funcs=len), {}, SettingError, "reward_funcs=.*: is reward_functions here"),
+        (dict(train_dataset=Dataset.from_list([{"a": 1}])), {}, SettingError, "is dataset here"),
+        (dict(processing_class=None), {}, SettingError, "is not needed: the tokenizer is the model's"),
+        (dict(args={}), {}, SettingError, r"is config here: give train\(Config\(...\)\)"),
+        (dict(max_steps=3), {}, SettingError, r"max_steps=3: is a setting: give Config\(num_steps=...\)"),
+        (dict(reward_function=len), {}, SettingError, "no such argument.*did you mean reward_functions?"),
+        (
             dict(dataset=[{"question": "?", "answer": 1}]),
             dict(warm_start=str(ROOT / "configs/tiny_warm_start.yaml")),
             SettingError,
@@ -260,9 +307,19 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
 )
 def test_what_cannot_be_given_from_python_is_one_line(given, settings, error, words, recipe_start, tmp_path):
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as refusal:
         grpo_train.train(config, **given)
+    assert "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", [grpo_train, sft_train])
+def test_the_call_of_a_trainer_of_trl_is_refused_with_our_names(script):
+    """It ended in Python's TypeError about `config`, which says nothing of what the arguments are here."""
+    with pytest.raises(SettingError, match=r"model='m': is a setting: give Config\(model=...\)"):
+        script.train(model="m", args=None)
+    with pytest.raises(SettingError, match=r"config=None: must be a Config of this script"):
+        script.train()
 
 
 def test_a_run_ends_saved_before_the_step_that_would_pass_the_minutes_on_the_clock(

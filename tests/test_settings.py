@@ -1,6 +1,7 @@
 """Settings: flags, YAML, what a field says of itself, one line for a mistake."""
 
 import dataclasses
+import importlib.metadata
 import inspect
 import os
 import re
@@ -33,6 +34,7 @@ from running.parsing import (
 from running.settings import FIRST, TrainConfig, free_on_resume, names_with, resolved
 from running.sft_config import warm_start_settings
 from running.study_file import Options, read_study
+from running.versions import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,11 +96,49 @@ def test_help_and_a_mistake_are_answered_before_torch_is_imported(script, tmp_pa
         how = dict(cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         return subprocess.run([sys.executable, script, *flags.split()], **how)
 
-    shown, mistyped = run("--help"), run(flags)
+    shown, mistyped, versions = run("--help"), run(flags), run("--version")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith(f"usage: {script} ")
     assert mistyped.returncode == 2
     assert words in mistyped.stderr
+    assert (versions.returncode, versions.stderr) == (0, "")
+    installed = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "datasets")]
+    assert all(words in versions.stdout for words in installed), versions.stdout
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch):
+    """On an image that has no git every run ended in a FileNotFoundError."""
+    monkeypatch.setenv("PATH", "")
+    commit.cache_clear()
+    try:
+        assert resolved(Config())["commit"] == "unknown"
+    finally:
+        commit.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--seed 1 --seed 2", "seed=2: is given twice, first as 1 by --seed: leave one out"),
+        (
+            "--save_every 3 --seed 1 --save-steps=3",
+            "save_every=3: is given twice, first as 3 by --save_every",
+        ),
+        (
+            "--reward a.py:f --reward b.py:g",
+            "reward=['b.py:g']: is given twice, first as ['a.py:f'] by --reward",
+        ),
+        ("--reward a.py:f --reward b.py:g", "put all values after one flag"),
+        ("--no_torch_compile --torch_compile", "torch_compile=True: is given twice, first as False by --no_"),
+        ("--bf16 no --no_bf16", "bf16=False: is given twice"),
+        ("--check -v --verbose false", "verbose=False: is given twice, first as True by -v"),
+        ("--config a.yaml --config b.yaml", "config='b.yaml': is given twice, first as 'a.yaml'"),
+    ],
+)
+def test_a_flag_that_is_given_twice_is_refused(flags, line):
+    """The last one was taken, and of two rewards only the second, without a word."""
+    with pytest.raises(SettingError, match=re.escape(line)):
+        parse_config(Config, flags.split())
 
 
 @pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py"])
@@ -132,7 +172,7 @@ def test_help_shows_each_setting_once_with_one_default_in_its_group(config_class
     """It showed 346 lines in the order of the code, `(default: epsilon) (default: None)` among them."""
     entries, text = help_of(config_class, monkeypatch, capsys)
     fields = config_class.__dataclass_fields__
-    assert entries.keys() == {*fields, "config", "help"}
+    assert entries.keys() == {*fields, "config", "help", "version"}
     for name, field in fields.items():
         text_of_it = field.metadata["help"]
         tells = "default" in text_of_it
@@ -198,6 +238,7 @@ def test_the_page_shows_settings_that_exist():
         ("--bf16 maybe", ["--bf16", "'maybe' is neither true nor false"]),
         ("--lr_scheduler_type cosin", ["--lr_scheduler_type", "'cosin'", "cosine"]),
         ("--config /nothing.yaml", ["config", "/nothing.yaml"]),
+        ("--config tiny", ["config='tiny'", "did you mean configs/tiny.yaml?"]),
         ("--eval_problems 0", ["eval_problems=0", "eval_every"]),
     ],
 )
@@ -735,8 +776,8 @@ def test_held_out_problems_beside_no_evaluation_are_warned_of():
 
 
 PYTHON_IDLE = (
-    (grpo_train, dict(lora_alpha=32), "--lora_alpha 32"),
-    (sft_train, dict(lora_alpha=32), "--lora_alpha 32"),
+    (grpo_train, dict(warm_start_cache="here"), "--warm_start_cache here"),
+    (sft_train, dict(project="mine"), "--project mine"),
     (grpo_train, dict(m3po_lambda=0, m3po_control="noise"), "--m3po_lambda 0 --m3po_control noise"),
     (grpo_train, dict(rollout_is_cap=3), "--rollout_is_cap 3"),
     (grpo_train, dict(pass_rate_floor=0.1), "--pass_rate_floor 0.1"),
@@ -764,7 +805,7 @@ def no_reward(completions, **_):
 
 @pytest.mark.parametrize(("script", "given", "flags"), PYTHON_IDLE)
 def test_of_a_config_made_in_python_is_said_what_the_command_line_says(script, given, flags):
-    """Config(lora_alpha=32) trained every weight without a word; the command line refuses it."""
+    """Config(project="mine") named nothing without a word; the command line refuses it."""
     with pytest.raises(SettingError) as refusal:
         parsed(script, flags)
     config = script.Config(**given)
@@ -807,9 +848,31 @@ def test_a_run_begun_in_python_says_which_settings_have_no_effect(script, call, 
         raise InterruptedError("begun")
 
     monkeypatch.setattr(script, "make_accelerator" if script is grpo_eval else "Run", begin)
-    idle = dict(top_p=0.9) if script is grpo_eval else dict(lora_alpha=32)
+    idle = dict(top_p=0.9) if script is grpo_eval else dict(project="mine")
     with pytest.warns(UserWarning, match="has no effect"), pytest.raises(InterruptedError):
         getattr(script, call)(script.Config(**idle))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(lora_alpha=32),
+        dict(lora_target_modules=["q_proj"]),
+        dict(load_in_4bit=True),
+        dict(save_adapter=True),
+    ],
+)
+@pytest.mark.parametrize("config_class", [Config, sft_train.Config])
+def test_a_setting_of_lora_is_refused_without_it_from_python_too(config_class, given, monkeypatch):
+    """Config(lora_alpha=32) trained every weight, after a warning in the middle of a notebook's output."""
+    monkeypatch.setattr("running.settings.find_spec", lambda name: name)  # as if bitsandbytes were there
+    [(name, value)] = given.items()
+    line = f"{name}={value!r}: has no effect with lora_r=0: set lora_r too"
+    with pytest.raises(SettingError, match=re.escape(line)):
+        config_class(**given)
+    flags = [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    with pytest.raises(SettingError, match=re.escape(line)):
+        parse_config(config_class, flags)
 
 
 def test_a_warm_start_s_file_gives_nothing_without_effect(tmp_path):
@@ -879,6 +942,13 @@ def test_an_output_that_is_full_is_no_traceback(monkeypatch, capsys):
         parse_early(Config, None)
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith("grpo_train.py: the disk: No space left on device")
+
+
+def test_machines_compare_the_shards_of_a_data_folder_too(tmp_path):
+    for name in ("train-00000-of-00001.jsonl", "test.jsonl", "training.txt"):
+        (tmp_path / name).write_text("{}\n")
+    named = named_files(Config(dataset=str(tmp_path)))
+    assert {Path(path).name for _, path in named} == {"train-00000-of-00001.jsonl"}
 
 
 def test_the_recipes_of_the_project_are_found_from_any_folder(tmp_path, monkeypatch):

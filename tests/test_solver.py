@@ -118,12 +118,17 @@ def test_a_file_of_questions_is_read_as_data_is(name, text, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['{"answer": 1}', '["a"]', '{"question": " "}', '{"prompt": [{"role": "system", "content": "a"}]}'],
+    ("text", "words"),
+    [
+        ('{"query": "a", "answer": 1}', r"question or .* \(columns: query, answer\)"),
+        ('["a"]', "is not an object with a question"),
+        ('{"question": " "}', r"question or .* \(columns: question\)"),
+        ('{"prompt": [{"role": "system", "content": "a"}]}', "column 'prompt' holds no message of the user"),
+    ],
 )
-def test_a_row_without_a_question_is_named_with_its_line(text, tmp_path):
+def test_a_row_without_a_question_is_named_with_its_line(text, words, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "One"}\n' + text)
-    with pytest.raises(DataError, match=r"q\.jsonl line 2: "):
+    with pytest.raises(DataError, match=rf"q\.jsonl line 2: .*{words}"):
         read_questions(tmp_path / "q.jsonl")
 
 

@@ -35,7 +35,7 @@ from running.loaded import Loaded, overwrite
 from running.parsing import parse_config, settings_from_file
 from running.stop import Stop
 from running.study import begin, code_files, code_hash, lock, read_note
-from running.study_file import Options, parse, read_study
+from running.study_file import Options, parse, read_study, study_of_command
 from small_recipes import missing
 from small_runs import ROOT, command, lines, without_times
 
@@ -471,6 +471,25 @@ def test_results_are_written_where_runs_of_some_card_failed(pretended, tmp_path,
         with pytest.raises(SystemExit) as end:
             make_all(Bench(study, [], Options(), Loaded(), float("inf")), cards=2)
         assert (end.value.code, written) == (status, results)
+
+
+def test_the_process_of_a_card_has_the_minutes_that_are_left(tmp_path, monkeypatch):
+    """They were a second --stop_after on its command, which is refused."""
+    seen = []
+
+    def popen(words, env):
+        monkeypatch.setattr(sys, "argv", words[1:])
+        with monkeypatch.context() as patch:
+            patch.setenv("GRPO_STUDY_WORKER", env["GRPO_STUDY_WORKER"])
+            seen.append(study_of_command("")[1].stop_after)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(grpo_study.subprocess, "Popen", popen)
+    for flags, end in ((["--stop_after", "60"], grpo_study.time.monotonic() + 600), ([], float("inf"))):
+        monkeypatch.setattr(sys, "argv", ["grpo_study.py", str(study_file(tmp_path)), *flags])
+        study, options = study_of_command("")
+        grpo_study.run_on_cards(Bench(study, [], options, Loaded(), end), 1)
+    assert seen == [pytest.approx(10, abs=0.1), None]
 
 
 REWARD = """import sys, torch

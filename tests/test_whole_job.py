@@ -24,7 +24,7 @@ from problems.sources import load_problems
 from running.log import log_rollouts
 from running.parsing import parse_config
 from running.progress import Progress, next_problems
-from small_runs import SHORT, lines, run_short
+from small_runs import SHORT, given_once, lines, run_short
 from small_update import small_update
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +49,7 @@ def test_groups_that_give_way_give_way_to_problems_that_nobody_has_met(warm, tmp
     flags += "--eval_every 0 --limit 40 --max_completion_length 8"
     out = run_short(warm, tmp_path / "out", flags)
     rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    config = parse_config(Config, f"{SHORT} {flags}".split())
+    config = parse_config(Config, given_once(f"{SHORT} {flags}"))
     ids = [p.id for p in problems_of(config)]
     order = next_problems(ids, 12, SimpleNamespace(problems_drawn=0, config=config))
     for step, first in ((1, 4), (2, 10)):
@@ -218,7 +218,7 @@ def test_a_used_output_directory_is_refused(warm, trained):
     [
         ("raise KeyError('x')", ["KeyError"]),
         ("return [float('nan')] * len(completions)", ["nan", "finite"]),
-        ("return [1.0]", ["1 values for 12"]),
+        ("return [1.0]", ["1 value for 12"]),
         ("return [None] * len(completions)", ["None for all"]),
         ("return None", ["NoneType"]),
     ],
