@@ -162,7 +162,7 @@ def rate_curve(kind, warmup, total):
             return (step + 1) / warmup
         steps = max(1, total - warmup)
         if kind == "linear":
-            return max(0.0, (total - step) / steps)
-        return max(0.0, 0.5 * (1 + math.cos(math.pi * (step - warmup) / steps))) if kind == "cosine" else 1.0
+            return (total - step) / steps
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / steps)) if kind == "cosine" else 1.0
 
     return curve
