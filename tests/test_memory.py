@@ -97,6 +97,7 @@ def summed_gradients(small, rows, processes=1):
 
     small.policy.zero_grad()
     [(loss, sums)] = learner.accumulate_gradients(small.rollout, loss_of_rows, rows)
+    assert not loss.requires_grad, "a graph that is kept is memory"
     return torch.cat([p.grad.flatten() for p in small.policy.parameters()]), loss, sums["entropy"]
 
 
