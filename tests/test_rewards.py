@@ -164,6 +164,7 @@ EXTRACTIONS = [
     ("xml", "<answer>\n7", None),
     ("xml", "<answer>6</answer>\n<answer>7", None),
     ("xml", "</answer>7<answer>", None),
+    ("xml", "7</answer>", None),
     ("xml", "The answer is 7.", None),
     ("xml", "<ANSWER>7</ANSWER>", None),
     ("xml", "<answer></answer>", ""),
@@ -172,6 +173,7 @@ EXTRACTIONS = [
     ("hash", "a\n#### 7", "7"),
     ("hash", "a\n####7 \r\nand 8", "7"),
     ("hash", "#### 7 eggs\nCheck: 8", "7 eggs"),
+    ("hash", "#### 7\rand 8", "7"),
     ("hash", "#### 6\n#### 7", "7"),
     ("hash", "a\n####", None),
     ("hash", "#### \n7", None),
@@ -184,6 +186,8 @@ EXTRACTIONS = [
     ("boxed", r"\boxed{\left\{1\right.}", r"\left\{1\right."),
     ("boxed", r"{ } } \boxed {7} {", "7"),
     ("boxed", r"\\boxed{7}", "7"),
+    ("boxed", r"\boxed{6} or \\boxed{7}", "7"),
+    ("boxed", r"\boxed{\text{It is }\boxed{ 7 }}", "7"),
     ("boxed", r"\boxed{7 \\} and", r"7 \\"),
     ("boxed", r"\fbox{7}", "7"),
     ("boxed", r"\boxed{6} \fbox{7}", "6"),
@@ -219,12 +223,10 @@ def test_a_completion_without_text_has_no_answer_and_earns_nothing(thing):
 
 def test_of_several_messages_the_last_counts_and_content_may_come_in_parts():
     parts = [{"type": "text", "text": "<answer>"}, {"type": "image"}, {"type": "text", "text": "7</answer>"}]
-    assert (
-        extract_answer(
-            [{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]
-        )
-        == "7"
-    )
+    messages = [{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]
+    assert extract_answer(messages) == extract_answer(tuple(messages)) == "7"
+    parts.insert(1, "not a part")
+    assert extract_answer(messages) == "7"
 
 
 @pytest.mark.parametrize("name", ANSWER_FORMATS)
@@ -234,6 +236,19 @@ def test_each_prompt_names_its_delimiter_and_its_example_is_no_answer(name):
     assert chosen.think_end in chosen.system_prompt
     assert chosen.extract(chosen.system_prompt) is None
     assert chosen.extract(chosen.system_prompt.strip()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "rest"),
+    [
+        ("<think>\n  so", "<think>\n", "  so"),
+        ("<think> so", "<think>\n", "so"),
+        ("so", "<think>\n", "so"),
+        (" so", "", " so"),
+    ],
+)
+def test_what_the_prompt_has_opened_is_not_trained_again(text, opening, rest):
+    assert ANSWER_FORMATS["r1"].after_opening(text, opening) == rest
 
 
 @pytest.mark.parametrize("name", ANSWER_FORMATS)
@@ -1206,6 +1221,7 @@ def test_the_modules_beside_a_reward_file_that_it_imports_belong_to_it(tmp_path)
 
 
 OWN_FORMAT = """
+import dataclasses
 import re
 from answers.formats import AnswerFormat
 
@@ -1224,6 +1240,11 @@ never = made(think_end="</think>")
 empty = made(think_end="")
 text_as_tags = made(think_end="RESULT[", tags="RESULT[")
 list_of_tags = made(tags=["RESULT["])
+number_as_tag = made(tags=("RESULT[", 7))
+other_tag = made(tags=("RESULT[", "]."))
+first_number = made(find=lambda text: (re.findall(r"RESULT\\[\\D*(\\d+)", text) or [None])[-1])
+no_prompt = dataclasses.replace(mine, system_prompt=None)
+no_raw_prompt = dataclasses.replace(mine, raw_prompt=None)
 no_function = made(find=None)
 no_field = made("{reasoning} {result} RESULT[{answer}]")
 a_string = "RESULT"
@@ -1262,6 +1283,14 @@ def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch
         ("no_field", "raises KeyError: 'result'"),
         ("text_as_tags", "has tags='RESULT[', which must be a tuple of texts"),  # each letter was a tag
         ("list_of_tags", "has tags=['RESULT['], which must be a tuple of texts"),  # was a bare TypeError
+        ("number_as_tag", "has tags=('RESULT[', 7), which must be a tuple of texts"),
+        ("other_tag", "without '].': its template must hold think_end and all tags"),
+        (
+            "first_number",
+            "finds '7' in 'So it is.\\nRESULT[x = 7, y = 8]', which it has written for 'x = 7, y",
+        ),
+        ("no_prompt", "has system_prompt=None, which must be a text"),
+        ("no_raw_prompt", "has raw_prompt=None, which must be a text"),
         ("no_function", "has find=None, which must be a function of a text"),
         ("a_string", "is a str there: make it with answers.formats.AnswerFormat"),
         ("nowhere", "is nothing there: make it with answers.formats.AnswerFormat"),
