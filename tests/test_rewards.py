@@ -90,6 +90,8 @@ NUMBERS = {
     "7 pcs": "7", "7 DVDs": "7", "5 pts": "5", "4 common tangents": "4",
     "almost 7": "7", "7 or so": "7", "about 7-ish": "7", "7, roughly": "7", "7 give or take": "7",
     "more or less 7": "7", "7 eggs, more or less": "7", "probably 7": "7",
+    "7 *": "7", "* 7": "7", "7\u200b": "7", "\u200b7": "7", "7 ABC": "7", "7 pkgs": "7", "44 b.c.": "44",
+    "7 I think": "7", "about 19^{\\circ}, and so on": "19",
 }  # fmt: skip
 NOT_NUMBERS = (
     "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²",
@@ -126,6 +128,7 @@ NOT_NUMBERS = (
     "5 eggs at most", "upwards of 5", "in excess of $5", "just shy of 5", "5 and change",
     "5 eggs and counting",
     "5 and a bit", "anything but 5", "other than 5", "unlike 5", "5 or none", "5 or nothing", "5 or not",
+    "x $-5", "profit - 5", "profit-5", "[x] - 5", "5ₓ", "in millions: 7", "total (in thousands): $7",
 )  # fmt: skip
 
 
@@ -151,6 +154,7 @@ def test_numbers_are_compared_as_rationals_not_as_floats():
 
 def test_the_largest_numbers_allowed_are_still_numbers():
     assert parse_number("9" * 4300) == 10**4300 - 1
+    assert parse_number("-" + "9" * 4300) == 1 - 10**4300
     assert parse_number("1e4300") == 10**4300
     assert parse_number("1e-4300") == Fraction(1, 10**4300)
 
@@ -358,7 +362,7 @@ def test_references_that_do_not_match_the_completions_are_refused(reward, answer
 LAST_NUMBERS = {
     "6*7 = 42.": "42", "It costs $1,234.50!": "1,234.50", "12-5": "5", "from 3 to -$5": "-5", "a −5 b": "-5",
     "It is 1/2.": "1/2", "on 1/2/2024": "2024", "x2": "2", "3e2 or so": "3e2", "1.2.3": "3", "5 or ６": "6",
-    "12,34": "34", "five": None, "": None,
+    "12,34": "34", "1,2345": "2345", "So 6.\nIt is 7.\n": "7", "9" * 40: "9" * 40, "five": None, "": None,
 }  # fmt: skip
 
 
