@@ -297,7 +297,8 @@ CORRECTNESS = [
     ("7", "7", 2.0), ("  7 ", " 7\n", 2.0), ("7.0", "7", 1.5), ("7 eggs", "7", 1.5), ("$7", "7.00", 1.5),
     ("7%", "7", 1.5), ("1/4", "0.25", 1.5), ("３", "3", 1.5), ("1,200", "1200", 1.5), ("7", 7, 2.0),
     ("7", 7.0, 1.5), ("7.0", 7.0, 2.0), ("8", "7", 0.0), ("", "", 0.0), ("", "7", 0.0), ("7", "", 0.0),
-    ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", float("nan"), 0.0), ("7 or 8", "8", 0.0),
+    ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", math.nan, 0.0), ("inf", math.inf, 0.0),
+    ("7 or 8", "8", 0.0),
     ("17", "7", 0.0), ("north", "north", 2.0), ("North", "north", 0.0), ("seven", "7", 0.0),
     ("(2,4)", "(2,4)", 2.0), ("10", "10\\sqrt{3}", 0.0), ("10", "10\\pi", 0.0),
     ("33.3", "\\frac{100}{3}", 0.0), ("3 million", "3", 0.0), ("6=7", "7", 0.0),
@@ -342,6 +343,7 @@ HASH = [
     ("#### seven", "7", 0.0), ("#### **7**", "7", 0.0), ("#### \\boxed{7}", "7", 0.0), ("#### ", "7", 0.0),
     ("####\n7", "7", 0.0), ("7", "7", 0.0), ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0),
     ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
+    ("#### \\$7", "7", 1.0), ("#### 7\\%", "7", 1.0), ("#### \\,7", "7", 0.0),
 ]  # fmt: skip
 
 
@@ -461,7 +463,7 @@ def test_reference_answers_that_no_completion_can_give_are_told(answer_format, a
     config = SimpleNamespace(answer_format=answer_format, grading="number", reward=None)
     lost = [Problem("Q", answer) for answer in answers]
     good = [Problem("Q", answer) for answer in ("7", "7 million", "(1, 2]", r"\frac12", "north")]
-    assert lost_answers(config, [*good, *lost]) == list(answers)
+    assert lost_answers(config, [*good, *lost, Problem("Q", "")]) == list(answers)
     assert check_answers(config, REWARD_SETS["grpo_m3po"], [*good, *lost]) == list(answers)
     check_answers(config, [(constant([1.0]), 1.0)], lost)  # one's own reward may need no answer
     with pytest.raises(
@@ -550,6 +552,10 @@ def test_a_function_may_abstain_for_a_whole_step_that_others_score():
         assert parts == {"silent": [None, None], "scores": [1.0, 2.0]}
     with pytest.raises(RewardError, match="reward function silent and quiet returned None for all 2"):
         paid([(silent, 1.0), (constant([None, None], "quiet"), 1.0)], ["p"] * 2, ["x", "y"])
+
+
+def test_a_process_without_completions_pays_nothing():
+    assert paid([(constant([]), 1.0)], [], []) == ([], {"constant": []})
 
 
 def test_a_function_may_abstain_for_all_completions_of_one_process():
@@ -733,6 +739,8 @@ def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight(
     )
     with pytest.raises(RewardError, match=message):
         paid([(pays, 1.0)], [None], ["a"])
+    with pytest.raises(RewardError, match=r"returned -1e\+308, too large"):
+        paid([(constant([-1e308]), 1.0)], [None], ["a"])
     with pytest.raises(RewardError, match=r"^reward function counts: 3 times its weight 1e\+30 is too large"):
         paid([(counts, 1e30)], [None], ["a"])
 
@@ -826,6 +834,9 @@ LAYOUTS = {  # completion: strict, soft, count
     WHOLE: (0.5, 0.5, 0.5),
     WHOLE.rstrip(): (0.5, 0.5, 0.5),
     WHOLE.replace("\n", ""): (0.0, 0.5, 0.0),
+    WHOLE + "\n": (0.0, 0.5, 0.5 - 0.001),
+    WHOLE.replace("<answer>", "so\n<answer>"): (0.0, 0.0, 0.5),
+    WHOLE.removesuffix("\n</answer>\n"): (0.0, 0.0, 0.375),
     WHOLE + "and so on": (0.0, 0.5, 0.5 - 0.009),
     WHOLE + WHOLE: (0.0, 0.5, 0.0),
     "Well. " + WHOLE: (0.0, 0.0, 0.5),
@@ -870,6 +881,7 @@ def test_a_malformed_layout_never_earns_less_than_by_the_published_function():
 
 EARNED = {
     "12": (2.0, 0.5, 1.0, 0.1), "12.0": (0.0, 0.0, 1.0, 0.1), "-12": (0.0, 0.5, 0.0, 0.1),
+    "+12": (0.0, 0.5, 1.0, 0.1),
     "twelve": (0.0,) * 4,
     "11 or 12": (0.0,) * 4, "": (0.0,) * 4, "1_2": (0.0,) * 4,
 }  # fmt: skip
@@ -923,9 +935,11 @@ def test_the_r1_format_has_nothing_but_space_between_its_parts():
     texts = [
         "<think>a</think>\n<answer>b</answer>",
         "<think>a</think> so <answer>b</answer>",
+        "so <think>a</think> <answer>b</answer>",
+        "<think>a</think> <answer>b</answer> so",
         "<answer>b</answer> <think>a</think>",
     ]
-    assert r1_format_reward(texts) == [1.0, 0.0, 0.0]
+    assert r1_format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("piece", ["<reasoning>", "<answer>\n", "</answer>", "<think>", "9", WHOLE])
@@ -999,6 +1013,14 @@ def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
     assert columns["answer"] == columns["solution"] == ["1", "2"]
     assert columns["level"] == [None, "3"]
     assert columns["question"] == ["a", "b"]
+
+
+def test_a_reward_gets_the_chat_that_asked_and_the_answer_where_a_solution_is_missing():
+    chat = ({"role": "system", "content": "S"}, {"role": "user", "content": "Q"})
+    problems = [Problem("Q", "7", messages=chat, more={"solution": None}), Problem("R", "8")]
+    columns = reward_columns(problems, ["x", "y"], [[1], [2]], "xml")
+    assert columns["prompts"] == [list(chat), [{"role": "user", "content": "R"}]]
+    assert columns["solution"] == columns["answer"] == ["7", "8"]
 
 
 def test_a_column_that_the_loop_s_own_arguments_hide_is_warned_of():
@@ -1138,15 +1160,18 @@ def test_a_class_in_place_of_an_object_is_refused(tmp_path):
 
 
 def test_what_functions_log_is_kept_by_completion_and_by_step():
+    numpy = pytest.importorskip("numpy")
+
     def logs(completions, log_extra, log_metric, **kwargs):
         log_extra("parsed", [Decimal("1.5"), {("a", 1): 2}])
+        log_extra("scores", numpy.array([1.5, 2.5], dtype="float32"))
         log_metric("share", 0.25)
         log_metric("share", 0.75)
         return [0.0, 1.0]
 
     log = RewardLog([{}, {}])
     compute_rewards([(logs, 1.0), (logs, 1.0)], dict(completions=["x", "y"]), log=log)
-    assert log.rows[0] == {"parsed": "1.5", "parsed_2": "1.5"}
+    assert log.rows[0] == {"parsed": "1.5", "scores": 1.5, "parsed_2": "1.5", "scores_2": 1.5}
     assert log.rows[1]["parsed"] == "{('a', 1): 2}"
     assert log.metrics == {"share": [0.25, 0.75, 0.25, 0.75]}
 
