@@ -68,7 +68,7 @@ class Scorer(nn.Module):
             hidden, row, token = self.hidden(rollout, rows)
             targets = rollout.ids[to_device(rows, hidden.device)[row], token]
             score = self._score_checkpointed if self._recomputes_logits() else self._score
-            chunks = max(1, -(-len(token) // self.chunk_tokens))
+            chunks = -(-len(token) // self.chunk_tokens)
             pairs = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
             scores = [score(states, ids, rollout.temperature) for states, ids in pairs]
         logp, entropy = (torch.cat(column) for column in zip(*scores, strict=True))
@@ -115,7 +115,7 @@ class Scorer(nn.Module):
         """
         device = rollout.ids.device
         sizes = torch.tensor(rollout.sizes)[:, rows]  # (2, n) of prompts and completions
-        longest_completion, predicted = max(int(sizes[1].max()), 1), int(sizes[1].sum())
+        longest_completion, predicted = int(sizes[1].max()), int(sizes[1].sum())
         L = int(sizes.sum(0).max()) - 1  # the last token predicts nothing
         indices, prompts, completions = to_device(torch.stack([rows, *sizes]), device)
         prompt_inputs = self._embed(rollout.prompt_ids[indices // rollout.num_generations])

@@ -54,7 +54,7 @@ def pack(rollout, rows, is_flash):
     rows = rows.numpy()
     groups, group = np.unique(rows // rollout.num_generations, return_inverse=True)
     sizes = np.array(rollout.sizes)
-    prompts, completions = sizes[0, groups * rollout.num_generations], (sizes[1, rows] - 1).clip(0)
+    prompts, completions = sizes[0, groups * rollout.num_generations], sizes[1, rows] - 1
     lengths = np.concatenate([prompts, completions])
     ends = lengths.cumsum()
     starts, count = ends - lengths, len(groups)

@@ -178,8 +178,6 @@ def mid_p(gained, lost):
     Fagerland et al. 2013, https://doi.org/10.1186/1471-2288-13-91.
     """
     changed, fewer = gained + lost, min(gained, lost)
-    if changed == 0:
-        return 1.0
     return min(1.0, float(2 * stats.binom.cdf(fewer, changed, 0.5) - stats.binom.pmf(fewer, changed, 0.5)))
 
 

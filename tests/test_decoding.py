@@ -494,7 +494,7 @@ def test_no_two_rows_share_draws_and_the_draws_depend_on_seed_step_and_retry():
     """TRL PR#2824: every process drew the same completions."""
     first = rollout_uniforms(1, 2, 0, 64, 32)
     assert len({tuple(row) for row in first.tolist()}) == 64
-    for other in [(2, 2, 0), (1, 3, 0), (1, 2, 1), (3, 2, 0)]:
+    for other in [(2, 2, 0), (1, 3, 0), (1, 2, 1), (3, 2, 0), (2, 1, 0), (0, 3, 0)]:
         assert not torch.equal(first, rollout_uniforms(*other, 64, 32))
     assert torch.equal(first, rollout_uniforms(1, 2, 0, 64, 32))
     assert float(first.min()) >= 0

@@ -32,7 +32,8 @@ def test_a_rollout_with_groups_of_another_is_scored_as_both_were_sampled(tokeniz
     """Other prompt lengths, other completion lengths, M3PO on: the groups keep what was recorded of them."""
     decoder, rollout = sampled(tokenizer, prompts[:3], 4, 12)
     _, other = sampled(tokenizer, [prompts[3], prompts[0] + prompts[1]], 4, 20, seed=1)
-    joined = rollout.with_groups([2, 0], other, decoder.tables.pad_id)
+    joined = rollout.with_groups([2, 0], other, pad_id=7)
+    assert (joined.ids[4:8, rollout.ids.shape[1] :] == 7).all()
     rows = torch.arange(12)
     logp, _ = Scorer(decoder.model, decoder.tables)(joined, rows)
     assert torch.allclose(logp, joined.logp, atol=1e-4)

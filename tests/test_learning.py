@@ -230,6 +230,17 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
     assert learner.schedule.last_epoch == 4, "the schedule goes on"
 
 
+def test_a_step_that_one_process_cannot_take_is_taken_by_none():
+    """Weights that differ between processes from then on are never told."""
+    model, another = torch.nn.Linear(3, 1), 1.0  # another process says that its gradient is not finite
+    learner = small_learner(model)
+    learner.accelerator = SimpleNamespace(reduce=lambda value, how: value + another)
+    before = [p.clone() for p in model.parameters()]
+    model(torch.ones(2, 3)).sum().backward()
+    assert learner.step([torch.tensor(1.0)])[0] is False
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_the_learning_rate_warms_up_and_follows_its_curve():
     """It began at 0: a run of one step saved its start unchanged, and the first rollout taught nothing."""
 

@@ -57,6 +57,9 @@ SAME = [
     (r"\mathbb{R}", r"(-\infty,\infty)"), (r"\text{all real numbers}", r"\mathbb{R}"),
     ("an ellipse", r"\text{ellipse}"), (r"\text{A, C}", "C, A"), (r"\mathbf{(E)}", r"\text{(E)}"),
     ("204 base 5", "204_5"), ("(204)_5", "204_{5}"), (r"2k\text{ cm}", "2k"), ("p-q", "p - q"),
+    (r"\{6\}", r"\{6.0\}"), ("they won 5 times", "5"), ("20 degrees", "20°F"), ("9^{9^9}", "x = 9^{9^9}"),
+    (r"x+y \ne 3", r"-x-y \ne -3"), ("1" + " " * 1900 + "+1", "2"),
+    ("x+" * 1500 + "y", " " + "x+" * 1500 + "y"),
 ]  # fmt: skip
 OTHER = [
     ("(1,2)", "(2,1)"), ("[1,2]", "(1,2)"), ("(1,2]", "[1,2)"), (r"\{1,2\}", "(1,2)"), ("1,2,3", "(1,2,3)"),
@@ -86,6 +89,8 @@ OTHER = [
     ("12_5+1", "13"), ("2(3)", "5"), (r"\binom{5}{2}(3)", "13"), ("2{3}", "5"), (r"\tan 45", "1"),
     (r"\sin 30", r"\sin 30^\circ"), ("5 or more", "5"), (r"5\text{ or more}", "5"), ("more than 5", "5"),
     (r"\text{all real numbers except 2}", r"\mathbb{R}"), (r"\sqrt2 \approx 1.41", "1.41"), ("q-p", "p - q"),
+    ("(1,2)", "(1,2,3)"), ("1,1,2", "1,2,2"), ("a=1, c=2", "(1,2)"), ("x=y=z", "x=y"), ("x+y<3", r"x+y\le 3"),
+    ("(9^{9^9},1)", "(9^{9^9}+1,2)"), ("1" + " " * 2100 + "+1", "2"), (r"\left", r"\big"), (" ", " "),
 ]  # fmt: skip
 # Right answers that a list of rewritings refused, and others of their kinds.
 ALSO_SAME = [
@@ -218,6 +223,8 @@ UNDECIDED = [
     (r"2^{-9^{9^9}}", "0"),
     ("9^{9^9}-9^{9^9}+42", "42"),
     (r"\sin(9^{9^9})", "1"),
+    ("9^{9^9},1", "1,9^{9^9}+1"),
+    ("(9^{9^9},1)", "(9^{9^9}+1,1)"),
     ("100r!+1", "100!+1"),  # the gamma function to 2,000 bits took half a second
 ]
 
@@ -238,6 +245,18 @@ def test_two_objects():
 
 def test_numbers_too_large_to_be_told_apart_are_undecided():
     assert judged_otherwise(UNDECIDED, None) == []
+
+
+@pytest.mark.parametrize("thing", [None, 5, ["5"]])
+def test_what_is_not_text_equals_nothing(thing):
+    assert math_equal(thing, "5") is math_equal("5", thing) is False
+
+
+def test_a_set_of_more_than_40_is_compared_in_its_order_alone():
+    for members, verdict in ((40, True), (41, None)):
+        numbers = [str(n) for n in range(members)]
+        assert math_equal(", ".join(numbers), ",".join(reversed(numbers))) is verdict
+        assert math_equal(", ".join(numbers), r"\{" + ",".join(numbers) + r"\}") is True
 
 
 def test_what_is_undecided_depends_on_nothing_beside_it():

@@ -1,12 +1,15 @@
 """Micro-batches and how many tokens fit, on a card that is made up."""
 
+import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 
-from errors import RunError
+from decoding.engine import Engine
+from errors import NoRoomError, RunError
 from grpo_train import Config
 from learning.log_probs import Scorer
 from learning.memory import TokenBudget, batch_tokens, checkpoint_bytes, micro_batches, row_lengths
@@ -59,6 +62,56 @@ def test_one_sequence_that_does_not_fit_is_an_error_that_says_what_would_help(to
     small.learner.scorer.rows = 0
     with pytest.raises(RunError, match=r"one sequence of \d+ tokens: try --gradient_checkpointing"):
         small.update()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (SmallMemory.error, NoRoomError, "out of memory for the optimiser's moments: try"),
+        (RuntimeError("a fault"), RuntimeError, "^a fault$"),
+    ],
+)
+def test_a_first_step_without_room_for_its_moments_says_so_and_other_errors_are_themselves(
+    error, kind, words, tokenizer, prompts, monkeypatch
+):
+    small = small_update(tokenizer, prompts)
+
+    def step():
+        raise error
+
+    monkeypatch.setattr(small.learner.optimizer, "step", step)
+    with pytest.raises(kind, match=words):
+        small.update()
+
+
+def summed_gradients(small, rows, processes=1):
+    """Gradients of a sum of log-probs as one of several processes takes them, and what is logged of it."""
+    asked = SimpleNamespace(
+        num_processes=processes, process_index=0, no_sync=lambda _: contextlib.nullcontext()
+    )
+    learner = dataclasses.replace(small.learner, accelerator=asked)
+
+    def loss_of_rows(rows):
+        logp, entropy = learner.scorer(small.rollout, rows)
+        return logp.sum(), {"entropy": entropy.sum()}
+
+    small.policy.zero_grad()
+    [(loss, sums)] = learner.accumulate_gradients(small.rollout, loss_of_rows, rows)
+    assert not loss.requires_grad, "a graph that is kept is memory"
+    return torch.cat([p.grad.flatten() for p in small.policy.parameters()]), loss, sums["entropy"]
+
+
+def test_the_average_over_processes_is_the_gradient_of_the_whole_loss(tokenizer, prompts):
+    """DDP divides by their number. A process none of whose rows counts takes part, and adds nothing."""
+    small = small_update(tokenizer, prompts, micro_batch_tokens=10**6)
+    alone, loss, entropy = summed_gradients(small, [0, 1, 2])
+    of_three, same_loss, same_entropy = summed_gradients(small, [0, 1, 2], processes=3)
+    assert alone.norm() > 1
+    assert (of_three - 3 * alone).norm() < 1e-5 * alone.norm()
+    assert (loss, entropy) == (same_loss, same_entropy)
+    idle, *logged = summed_gradients(small, [], processes=3)
+    assert not idle.any()
+    assert logged == [0, 0]
 
 
 class Card:
@@ -125,9 +178,10 @@ def test_the_token_budget_leaves_room_for_the_storage_of_longer_rollouts(
     left for it, where the limit is one that no card could hold.
     """
     small = small_update(tokenizer, prompts, gradient_checkpointing="off")
+    assert small.learner.budget.bytes_to_come() == 0, "one chunk holds its 16 tokens"
+    monkeypatch.setattr(Engine, "bytes_to_come", lambda self: to_come)
+    small = small_update(tokenizer, prompts, gradient_checkpointing="off")
     budget, weights = small.learner.budget, sum(p.numel() for p in small.policy.parameters())
-    assert budget.bytes_to_come() == 0, "one chunk holds its 16 tokens"
-    monkeypatch.setattr(budget, "bytes_to_come", lambda: to_come)
     free = 12 * weights + 7_000_000 + int((4_000_000 + 150 * 30_000) / 0.85)
     Card(monkeypatch, small.learner.scorer, free, 4_000_000, 30_000)
     monkeypatch.setattr(Accelerator, "device", torch.device("cuda"), raising=False)

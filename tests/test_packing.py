@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,6 +216,37 @@ def test_rounding_is_no_reason_not_to_pack(family, dtype, tokenizer):
     assert is_packed(model)
 
 
+def test_a_model_that_an_earlier_run_packed_stays_packed(llama):
+    """Its attention has a name of its own by then, which looked at again is none that can be packed."""
+    model = copy.deepcopy(llama)
+    tables = SimpleNamespace(num_real=model.config.vocab_size, missing=None)
+    remarks = [make_scorer(model, tables, Config(**FLAGS)).remark for _ in range(2)]
+    assert is_packed(model)
+    assert remarks == [None, None]
+
+
+def test_attention_that_somebody_chose_stays_that(llama):
+    """Packed attention is sdpa's: eager attention is kept, and that it costs time is said."""
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation("eager")
+    tables = SimpleNamespace(num_real=model.config.vocab_size, missing=None)
+    assert "eager attention" in pack_rows(Scorer(model, tables))
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_under_autocast_the_body_gets_half_precision_from_its_first_layer_on(packs, tokenizer, prompts):
+    """As the sampler does: else the residual stream is float32 in the update and bf16 in the rollout."""
+    model, tables, rollout = sampled("llama", tokenizer, prompts)
+    if packs:
+        attend_packed(model, torch.bfloat16)
+    scorer, seen = Scorer(model, tables, torch.bfloat16), []
+    scorer.autocast["enabled"] = True  # as on a card
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    scorer(rollout, [0, 1, 2, 3])
+    assert seen == [torch.bfloat16]
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_model_that_packs_wrongly_is_trained_whole(breaks, tokenizer, prompts):
     """Code of a hub's model may call itself llama and lose what it is given for its layers."""
@@ -247,7 +279,7 @@ def test_a_reference_that_goes_a_slower_way_than_the_policy_is_said_too(
     remarks = iter([None, "update: the reference is slow"])
     monkeypatch.setattr("learning.log_probs.pack_rows", lambda scorer: next(remarks))
     small_update(tokenizer, prompts, beta=0.1)
-    assert capsys.readouterr().out.splitlines().count("update: the reference is slow") == 1
+    assert capsys.readouterr().out.splitlines() == ["update: the reference is slow"]
 
 
 def test_layers_of_a_model_that_is_used_again_are_not_compiled_twice(llama):

@@ -296,6 +296,7 @@ def test_a_scaled_step_is_the_plain_one_to_the_bit(settings, tokenizer, prompts)
     plain, scaled = (small_update(tokenizer, prompts, **settings) for _ in range(2))
     scaled.learner.loss_scale = LossScale()
     metrics = plain.update()
+    assert "loss_scale" not in metrics, "float32 needs none"
     assert scaled.update() == metrics | {"loss_scale": 16384.0}
     assert scaled.has_weights(plain.weights())
     assert scaled.learner.loss_scale.good_steps == settings.get("mu", 1)

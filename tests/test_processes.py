@@ -1,6 +1,7 @@
 """Several processes: shares, the launcher, signals, the same run whatever their number."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -63,6 +64,20 @@ def test_groups_are_shared_by_their_tokens():
         loads = [sum(t for t, c in zip(tokens, chosen, strict=True) if c == rank) for rank in range(world)]
         assert set(chosen) == set(range(world)), "nobody is left without a group"
         assert max(loads) <= max(max(tokens), 1.34 * sum(tokens) / world)
+
+
+def test_a_group_costs_its_prompt_and_those_of_its_completions_that_are_computed(
+    tokenizer, prompts, monkeypatch
+):
+    small = small_update(tokenizer, prompts[:3])
+    small.rollout.mask[:] = torch.arange(16) < torch.arange(1, 13)[:, None]  # row n has n + 1 tokens
+    learner = dataclasses.replace(small.learner, accelerator=SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(
+        "learning.learner.balanced", lambda accelerator, rollout, advantages, tokens, pad: tokens
+    )
+    scored = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]], dtype=torch.bool).flatten()
+    first, _, third = map(len, prompts[:3])
+    assert learner.share_evenly(small.rollout, None, scored) == [first + 10, 0, third + 22]
 
 
 def test_moved_groups_bring_all_that_was_recorded_of_them(tokenizer, prompts, monkeypatch):

@@ -90,6 +90,8 @@ NUMBERS = {
     "7 pcs": "7", "7 DVDs": "7", "5 pts": "5", "4 common tangents": "4",
     "almost 7": "7", "7 or so": "7", "about 7-ish": "7", "7, roughly": "7", "7 give or take": "7",
     "more or less 7": "7", "7 eggs, more or less": "7", "probably 7": "7",
+    "7 *": "7", "* 7": "7", "7\u200b": "7", "\u200b7": "7", "7 ABC": "7", "7 pkgs": "7", "44 b.c.": "44",
+    "7 I think": "7", "about 19^{\\circ}, and so on": "19",
 }  # fmt: skip
 NOT_NUMBERS = (
     "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²",
@@ -126,6 +128,7 @@ NOT_NUMBERS = (
     "5 eggs at most", "upwards of 5", "in excess of $5", "just shy of 5", "5 and change",
     "5 eggs and counting",
     "5 and a bit", "anything but 5", "other than 5", "unlike 5", "5 or none", "5 or nothing", "5 or not",
+    "x $-5", "profit - 5", "profit-5", "[x] - 5", "5ₓ", "in millions: 7", "total (in thousands): $7",
 )  # fmt: skip
 
 
@@ -151,6 +154,7 @@ def test_numbers_are_compared_as_rationals_not_as_floats():
 
 def test_the_largest_numbers_allowed_are_still_numbers():
     assert parse_number("9" * 4300) == 10**4300 - 1
+    assert parse_number("-" + "9" * 4300) == 1 - 10**4300
     assert parse_number("1e4300") == 10**4300
     assert parse_number("1e-4300") == Fraction(1, 10**4300)
 
@@ -164,6 +168,7 @@ EXTRACTIONS = [
     ("xml", "<answer>\n7", None),
     ("xml", "<answer>6</answer>\n<answer>7", None),
     ("xml", "</answer>7<answer>", None),
+    ("xml", "7</answer>", None),
     ("xml", "The answer is 7.", None),
     ("xml", "<ANSWER>7</ANSWER>", None),
     ("xml", "<answer></answer>", ""),
@@ -172,6 +177,7 @@ EXTRACTIONS = [
     ("hash", "a\n#### 7", "7"),
     ("hash", "a\n####7 \r\nand 8", "7"),
     ("hash", "#### 7 eggs\nCheck: 8", "7 eggs"),
+    ("hash", "#### 7\rand 8", "7"),
     ("hash", "#### 6\n#### 7", "7"),
     ("hash", "a\n####", None),
     ("hash", "#### \n7", None),
@@ -184,6 +190,8 @@ EXTRACTIONS = [
     ("boxed", r"\boxed{\left\{1\right.}", r"\left\{1\right."),
     ("boxed", r"{ } } \boxed {7} {", "7"),
     ("boxed", r"\\boxed{7}", "7"),
+    ("boxed", r"\boxed{6} or \\boxed{7}", "7"),
+    ("boxed", r"\boxed{\text{It is }\boxed{ 7 }}", "7"),
     ("boxed", r"\boxed{7 \\} and", r"7 \\"),
     ("boxed", r"\fbox{7}", "7"),
     ("boxed", r"\boxed{6} \fbox{7}", "6"),
@@ -219,12 +227,10 @@ def test_a_completion_without_text_has_no_answer_and_earns_nothing(thing):
 
 def test_of_several_messages_the_last_counts_and_content_may_come_in_parts():
     parts = [{"type": "text", "text": "<answer>"}, {"type": "image"}, {"type": "text", "text": "7</answer>"}]
-    assert (
-        extract_answer(
-            [{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]
-        )
-        == "7"
-    )
+    messages = [{"role": "tool", "content": "<answer>6</answer>"}, {"role": "assistant", "content": parts}]
+    assert extract_answer(messages) == extract_answer(tuple(messages)) == "7"
+    parts.insert(1, "not a part")
+    assert extract_answer(messages) == "7"
 
 
 @pytest.mark.parametrize("name", ANSWER_FORMATS)
@@ -234,6 +240,19 @@ def test_each_prompt_names_its_delimiter_and_its_example_is_no_answer(name):
     assert chosen.think_end in chosen.system_prompt
     assert chosen.extract(chosen.system_prompt) is None
     assert chosen.extract(chosen.system_prompt.strip()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "rest"),
+    [
+        ("<think>\n  so", "<think>\n", "  so"),
+        ("<think> so", "<think>\n", "so"),
+        ("so", "<think>\n", "so"),
+        (" so", "", " so"),
+    ],
+)
+def test_what_the_prompt_has_opened_is_not_trained_again(text, opening, rest):
+    assert ANSWER_FORMATS["r1"].after_opening(text, opening) == rest
 
 
 @pytest.mark.parametrize("name", ANSWER_FORMATS)
@@ -278,7 +297,8 @@ CORRECTNESS = [
     ("7", "7", 2.0), ("  7 ", " 7\n", 2.0), ("7.0", "7", 1.5), ("7 eggs", "7", 1.5), ("$7", "7.00", 1.5),
     ("7%", "7", 1.5), ("1/4", "0.25", 1.5), ("３", "3", 1.5), ("1,200", "1200", 1.5), ("7", 7, 2.0),
     ("7", 7.0, 1.5), ("7.0", 7.0, 2.0), ("8", "7", 0.0), ("", "", 0.0), ("", "7", 0.0), ("7", "", 0.0),
-    ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", float("nan"), 0.0), ("7 or 8", "8", 0.0),
+    ("7", " ", 0.0), ("7", None, 0.0), ("None", None, 0.0), ("nan", math.nan, 0.0), ("inf", math.inf, 0.0),
+    ("7 or 8", "8", 0.0),
     ("17", "7", 0.0), ("north", "north", 2.0), ("North", "north", 0.0), ("seven", "7", 0.0),
     ("(2,4)", "(2,4)", 2.0), ("10", "10\\sqrt{3}", 0.0), ("10", "10\\pi", 0.0),
     ("33.3", "\\frac{100}{3}", 0.0), ("3 million", "3", 0.0), ("6=7", "7", 0.0),
@@ -323,6 +343,7 @@ HASH = [
     ("#### seven", "7", 0.0), ("#### **7**", "7", 0.0), ("#### \\boxed{7}", "7", 0.0), ("#### ", "7", 0.0),
     ("####\n7", "7", 0.0), ("7", "7", 0.0), ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0),
     ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
+    ("#### \\$7", "7", 1.0), ("#### 7\\%", "7", 1.0), ("#### \\,7", "7", 0.0),
 ]  # fmt: skip
 
 
@@ -343,7 +364,7 @@ def test_references_that_do_not_match_the_completions_are_refused(reward, answer
 LAST_NUMBERS = {
     "6*7 = 42.": "42", "It costs $1,234.50!": "1,234.50", "12-5": "5", "from 3 to -$5": "-5", "a −5 b": "-5",
     "It is 1/2.": "1/2", "on 1/2/2024": "2024", "x2": "2", "3e2 or so": "3e2", "1.2.3": "3", "5 or ６": "6",
-    "12,34": "34", "five": None, "": None,
+    "12,34": "34", "1,2345": "2345", "So 6.\nIt is 7.\n": "7", "9" * 40: "9" * 40, "five": None, "": None,
 }  # fmt: skip
 
 
@@ -442,7 +463,7 @@ def test_reference_answers_that_no_completion_can_give_are_told(answer_format, a
     config = SimpleNamespace(answer_format=answer_format, grading="number", reward=None)
     lost = [Problem("Q", answer) for answer in answers]
     good = [Problem("Q", answer) for answer in ("7", "7 million", "(1, 2]", r"\frac12", "north")]
-    assert lost_answers(config, [*good, *lost]) == list(answers)
+    assert lost_answers(config, [*good, *lost, Problem("Q", "")]) == list(answers)
     assert check_answers(config, REWARD_SETS["grpo_m3po"], [*good, *lost]) == list(answers)
     check_answers(config, [(constant([1.0]), 1.0)], lost)  # one's own reward may need no answer
     with pytest.raises(
@@ -531,6 +552,10 @@ def test_a_function_may_abstain_for_a_whole_step_that_others_score():
         assert parts == {"silent": [None, None], "scores": [1.0, 2.0]}
     with pytest.raises(RewardError, match="reward function silent and quiet returned None for all 2"):
         paid([(silent, 1.0), (constant([None, None], "quiet"), 1.0)], ["p"] * 2, ["x", "y"])
+
+
+def test_a_process_without_completions_pays_nothing():
+    assert paid([(constant([]), 1.0)], [], []) == ([], {"constant": []})
 
 
 def test_a_function_may_abstain_for_all_completions_of_one_process():
@@ -714,6 +739,8 @@ def test_a_reward_too_large_to_be_compared_is_refused_alone_and_with_its_weight(
     )
     with pytest.raises(RewardError, match=message):
         paid([(pays, 1.0)], [None], ["a"])
+    with pytest.raises(RewardError, match=r"returned -1e\+308, too large"):
+        paid([(constant([-1e308]), 1.0)], [None], ["a"])
     with pytest.raises(RewardError, match=r"^reward function counts: 3 times its weight 1e\+30 is too large"):
         paid([(counts, 1e30)], [None], ["a"])
 
@@ -807,6 +834,9 @@ LAYOUTS = {  # completion: strict, soft, count
     WHOLE: (0.5, 0.5, 0.5),
     WHOLE.rstrip(): (0.5, 0.5, 0.5),
     WHOLE.replace("\n", ""): (0.0, 0.5, 0.0),
+    WHOLE + "\n": (0.0, 0.5, 0.5 - 0.001),
+    WHOLE.replace("<answer>", "so\n<answer>"): (0.0, 0.0, 0.5),
+    WHOLE.removesuffix("\n</answer>\n"): (0.0, 0.0, 0.375),
     WHOLE + "and so on": (0.0, 0.5, 0.5 - 0.009),
     WHOLE + WHOLE: (0.0, 0.5, 0.0),
     "Well. " + WHOLE: (0.0, 0.0, 0.5),
@@ -851,6 +881,7 @@ def test_a_malformed_layout_never_earns_less_than_by_the_published_function():
 
 EARNED = {
     "12": (2.0, 0.5, 1.0, 0.1), "12.0": (0.0, 0.0, 1.0, 0.1), "-12": (0.0, 0.5, 0.0, 0.1),
+    "+12": (0.0, 0.5, 1.0, 0.1),
     "twelve": (0.0,) * 4,
     "11 or 12": (0.0,) * 4, "": (0.0,) * 4, "1_2": (0.0,) * 4,
 }  # fmt: skip
@@ -904,9 +935,11 @@ def test_the_r1_format_has_nothing_but_space_between_its_parts():
     texts = [
         "<think>a</think>\n<answer>b</answer>",
         "<think>a</think> so <answer>b</answer>",
+        "so <think>a</think> <answer>b</answer>",
+        "<think>a</think> <answer>b</answer> so",
         "<answer>b</answer> <think>a</think>",
     ]
-    assert r1_format_reward(texts) == [1.0, 0.0, 0.0]
+    assert r1_format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("piece", ["<reasoning>", "<answer>\n", "</answer>", "<think>", "9", WHOLE])
@@ -980,6 +1013,14 @@ def test_a_reward_function_gets_the_other_columns_of_the_data(tmp_path):
     assert columns["answer"] == columns["solution"] == ["1", "2"]
     assert columns["level"] == [None, "3"]
     assert columns["question"] == ["a", "b"]
+
+
+def test_a_reward_gets_the_chat_that_asked_and_the_answer_where_a_solution_is_missing():
+    chat = ({"role": "system", "content": "S"}, {"role": "user", "content": "Q"})
+    problems = [Problem("Q", "7", messages=chat, more={"solution": None}), Problem("R", "8")]
+    columns = reward_columns(problems, ["x", "y"], [[1], [2]], "xml")
+    assert columns["prompts"] == [list(chat), [{"role": "user", "content": "R"}]]
+    assert columns["solution"] == columns["answer"] == ["7", "8"]
 
 
 def test_a_column_that_the_loop_s_own_arguments_hide_is_warned_of():
@@ -1119,15 +1160,18 @@ def test_a_class_in_place_of_an_object_is_refused(tmp_path):
 
 
 def test_what_functions_log_is_kept_by_completion_and_by_step():
+    numpy = pytest.importorskip("numpy")
+
     def logs(completions, log_extra, log_metric, **kwargs):
         log_extra("parsed", [Decimal("1.5"), {("a", 1): 2}])
+        log_extra("scores", numpy.array([1.5, 2.5], dtype="float32"))
         log_metric("share", 0.25)
         log_metric("share", 0.75)
         return [0.0, 1.0]
 
     log = RewardLog([{}, {}])
     compute_rewards([(logs, 1.0), (logs, 1.0)], dict(completions=["x", "y"]), log=log)
-    assert log.rows[0] == {"parsed": "1.5", "parsed_2": "1.5"}
+    assert log.rows[0] == {"parsed": "1.5", "scores": 1.5, "parsed_2": "1.5", "scores_2": 1.5}
     assert log.rows[1]["parsed"] == "{('a', 1): 2}"
     assert log.metrics == {"share": [0.25, 0.75, 0.25, 0.75]}
 
@@ -1206,6 +1250,7 @@ def test_the_modules_beside_a_reward_file_that_it_imports_belong_to_it(tmp_path)
 
 
 OWN_FORMAT = """
+import dataclasses
 import re
 from answers.formats import AnswerFormat
 
@@ -1224,6 +1269,11 @@ never = made(think_end="</think>")
 empty = made(think_end="")
 text_as_tags = made(think_end="RESULT[", tags="RESULT[")
 list_of_tags = made(tags=["RESULT["])
+number_as_tag = made(tags=("RESULT[", 7))
+other_tag = made(tags=("RESULT[", "]."))
+first_number = made(find=lambda text: (re.findall(r"RESULT\\[\\D*(\\d+)", text) or [None])[-1])
+no_prompt = dataclasses.replace(mine, system_prompt=None)
+no_raw_prompt = dataclasses.replace(mine, raw_prompt=None)
 no_function = made(find=None)
 no_field = made("{reasoning} {result} RESULT[{answer}]")
 a_string = "RESULT"
@@ -1262,6 +1312,14 @@ def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch
         ("no_field", "raises KeyError: 'result'"),
         ("text_as_tags", "has tags='RESULT[', which must be a tuple of texts"),  # each letter was a tag
         ("list_of_tags", "has tags=['RESULT['], which must be a tuple of texts"),  # was a bare TypeError
+        ("number_as_tag", "has tags=('RESULT[', 7), which must be a tuple of texts"),
+        ("other_tag", "without '].': its template must hold think_end and all tags"),
+        (
+            "first_number",
+            "finds '7' in 'So it is.\\nRESULT[x = 7, y = 8]', which it has written for 'x = 7, y",
+        ),
+        ("no_prompt", "has system_prompt=None, which must be a text"),
+        ("no_raw_prompt", "has raw_prompt=None, which must be a text"),
         ("no_function", "has find=None, which must be a function of a text"),
         ("a_string", "is a str there: make it with answers.formats.AnswerFormat"),
         ("nowhere", "is nothing there: make it with answers.formats.AnswerFormat"),

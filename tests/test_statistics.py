@@ -43,6 +43,8 @@ def test_the_majority_counts_equal_numbers_as_one_and_no_answer_as_none():
     assert majority(["3", "2"], [0.0, 1.0]) == 0.0, "of several the first"
     assert majority([None, None, "2"], [0.0, 0.0, 1.0]) == 1.0
     assert majority([None, ""], [0.0, 0.0]) == 0.0
+    assert majority(["", "", "2"], [0.0, 0.0, 1.0]) == 1.0
+    assert majority(["2", "2.0", "3"], [0.0, 0.0, 1.0]) == 0.0, "wrong ones too"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_paired_test_errs_in_5_of_100_cases_and_sees_3_points_twice_as_often_a
 
 def test_holm_s_correction():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
 
 
 def test_the_smallest_difference_is_found_in_4_of_5_cases():
@@ -112,6 +114,7 @@ def test_the_smallest_difference_is_found_in_4_of_5_cases():
         gained = draw.binomial(n, share)
         found += mid_p(int(gained), int(n - gained)) < 0.05
     assert 0.75 < found / 2000 < 0.87
+    assert smallest_difference(0.0, 500) == pytest.approx(2.8 / 500), "as if one question differed"
 
 
 def test_an_interval_covers_what_it_should():
@@ -122,6 +125,21 @@ def test_an_interval_covers_what_it_should():
         _, low, high = over_questions(scores)
         covered += low <= 0.4 <= high
     assert covered >= 180
+
+
+def test_intervals_of_few_questions_by_hand():
+    """One of 20 right: all wrong has the chance 0.975 at the low end. One of 2 half right ones: a third, that
+    is wrong, has a weight of Beta(1, 2), so that the low end is half the root of 0.025.
+    """
+    low, high = 1 - 0.975 ** (1 / 20), 1 - 0.025 ** (1 / 20)
+    assert over_questions([1] + [0] * 19)[:2] == [0.05, round(low, 4)]
+    assert over_questions([0] + [1] * 19)[::2] == [0.95, round(1 - low, 4)]
+    assert over_questions([0] * 20) == [0.0, 0.0, round(high, 4)]
+    assert over_questions([0.5]) == [0.5, 0.0, 1.0]
+    half = math.sqrt(0.025) / 2
+    assert over_questions([0.5, 0.5]) == pytest.approx([0.5, half, 1 - half], abs=0.005)
+    _, low, high = over_questions([0.5] * 39 + [1.0])
+    assert 0.44 < low < high < 0.62, "they vary less than 20 right and 20 wrong ones"
 
 
 def graded_record(scores, answers=()):
@@ -195,6 +213,7 @@ def test_intervals_have_the_width_of_the_normal_ones_and_the_difference_s_is_tha
 def test_the_bootstrap_s_p_is_two_sided():
     """25 of 1,000 draws on the other side of 0 are 2 (25 + 1) / 1001."""
     assert p_of_draws(np.array([-1.0] * 25 + [1.0] * 975)) == pytest.approx(52 / 1001)
+    assert p_of_draws(np.zeros(1000)) == 1.0
 
 
 def test_the_smallest_difference_of_sampled_answers_takes_the_squares_of_what_changed():
@@ -518,6 +537,24 @@ def test_paired_seeds_by_hand():
     assert error.smallest_difference(0.0) == pytest.approx((4.3027 + 1.0607) * 0.1 / math.sqrt(3), rel=1e-3)
 
 
+def test_what_single_answers_vary_by_chance_counts_once():
+    """Questions' means of 1, 1/2, 1/2, 0 vary by 1/6; of that seeds vary 1/4 within questions, over two of
+    them, and a quarter is left.
+    """
+    scores = np.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
+    assert SeedError.of(scores.mean(0), scores).beyond == pytest.approx(math.sqrt(1 / 4))
+
+
+def test_seeds_that_agree_leave_the_test_over_questions():
+    """Two standard errors, and one: 4.55 and 31.7 of 100, either way round; 1e-12 at the least."""
+    agree = SeedError(error=0.0, freedom=2, beyond=1.0)
+    for errors, p in ((2, 0.0455), (1, 0.3173), (6, 2e-9), (10, 1e-12)):
+        ends = (0.1 - 1.96 * 0.1 / errors, 0.1 + 1.96 * 0.2)
+        assert agree.p(0.1, ends) == pytest.approx(p, rel=0.02)
+        assert agree.p(-0.1, (-ends[1], -ends[0])) == pytest.approx(p, rel=0.02)
+    assert agree.p(0.0, (0.0, 0.0)) == 1.0
+
+
 def test_unpaired_seeds_have_welch_s_degrees_of_freedom():
     left, right = (
         np.repeat(np.array(means)[:, None], 40, axis=1) for means in ([0.1, 0.2, 0.3], [0.4, 0.44])
@@ -526,6 +563,8 @@ def test_unpaired_seeds_have_welch_s_degrees_of_freedom():
     welch = stats.ttest_ind([0.4, 0.44], [0.1, 0.2, 0.3], equal_var=False)
     assert error.freedom == pytest.approx(welch.df)
     assert error.p(0.22, (0.22, 0.22)) == pytest.approx(welch.pvalue, rel=1e-3)
+    error = SeedError.of(right[0] - left.mean(0), left, right[:1])
+    assert (error.error, error.freedom) == (pytest.approx(0.1 / math.sqrt(3)), 2), "one seed has no spread"
 
 
 def test_an_interval_over_seeds_is_never_narrower_than_that_over_questions(tmp_path):
