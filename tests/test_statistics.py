@@ -44,7 +44,7 @@ def test_the_majority_counts_equal_numbers_as_one_and_no_answer_as_none():
     assert majority([None, None, "2"], [0.0, 0.0, 1.0]) == 1.0
     assert majority([None, ""], [0.0, 0.0]) == 0.0
     assert majority(["", "", "2"], [0.0, 0.0, 1.0]) == 1.0
-    assert majority(["2", "2.0", "3"], [0.0, 0.0, 1.0]) == 0.0, "wrong ones too"
+    assert majority(["3", "2", "2.0"], [1.0, 0.0, 0.0]) == 0.0, "wrong ones too"
 
 
 @pytest.mark.parametrize(
