@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from learning import log_probs
 from learning.learner import make_learner
 from learning.log_probs import Head, Scorer, make_scorer
 from learning.models import refresh
-from learning.packing import is_packed, pack, packed_attention
+from learning.packing import Segments, is_packed, pack, packed_attention, segments_of
 from m3po_module import cosines, products, weights_from_similarity
 from running.preflight import predicted_peak
 from small_models import build_model
@@ -118,6 +119,25 @@ def test_the_flash_kernel_gives_what_the_mask_does(D, tokenizer, prompts):
     queries = q[keys].transpose(0, 1)[None]
     plain = F.scaled_dot_product_attention(queries, *rows, is_causal=True)[0].transpose(0, 1)[300:]
     assert (exact[0][0, own] - plain).abs().max() < 1e-4
+
+
+def test_the_gradient_of_a_prompt_is_summed_over_its_completions_in_float32():
+    """A prompt of one token, and 598 completions that attend to it and themselves alike: its value gets 1 of
+    itself and 598 halves. Summed in bf16, a half is lost from 128 on.
+    """
+    count, D = 598, 64
+    own = range(1, count + 1)
+    source = torch.tensor([0, *(key for i in own for key in (0, i))]).cuda()
+    queries, keys = np.ones(count + 1, dtype=np.int64), np.array([1] + [2] * count)
+    segments = segments_of(source, queries, keys, is_flash=True)
+    ends = (torch.from_numpy(x).cuda() for x in (segments.queries, segments.keys))
+    segments = Segments(source, *ends, longest=segments.longest)
+    query, key = (torch.zeros(1, 1, count + 1, D, dtype=torch.bfloat16).cuda() for _ in range(2))
+    value = torch.randn(1, 1, count + 1, D).to("cuda", torch.bfloat16).requires_grad_()
+    module = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+    packed_attention(module, query, key, value, None, scaling=1.0, segments=segments)[0].sum().backward()
+    assert (value.grad[0, 0, 0] == 1 + count / 2).all()
+    assert (value.grad[0, 0, 1:] == 0.5).all()
 
 
 @pytest.mark.parametrize("cap", [None, 5.0])
