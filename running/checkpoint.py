@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import NoRoomError, RunError, SettingError, counted, one_line
-from learning.learner import renew_rates
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, raise_on_all, together, whole
@@ -170,7 +169,7 @@ class Checkpoints:
         if self.learner.reference is not None:
             self._copy(self.learner.reference, _with_prefix("reference.", tensors), path)
         load_optimizer(self.learner.optimizer, state["optimizer"], _with_prefix("optimizer.", tensors))
-        load_schedule(self.learner.schedule, self.learner.optimizer, state["schedule"])
+        load_schedule(self.learner.schedule, state["schedule"])
         self.learner.budget.restore(state.get("budget"))
         if self.learner.loss_scale:
             self.learner.loss_scale.restore(state.get("loss_scale"))
@@ -275,11 +274,10 @@ def load_optimizer(optimizer, numbers, tensors):
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def load_schedule(schedule, optimizer, saved):
-    """Go on at the saved step, with this run's learning rates."""
+def load_schedule(schedule, saved):
+    """Go on at the saved step; `renew_rates` sets its rates, which are this run's."""
     rates = schedule.base_lrs
     schedule.load_state_dict({**saved, "base_lrs": rates, "lr_lambdas": [None] * len(rates)})
-    renew_rates(schedule, optimizer)
 
 
 def _flat(values, above=""):
