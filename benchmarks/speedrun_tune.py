@@ -10,10 +10,10 @@ the seconds that the minutes leave it: less --setup for loading, compiling and s
 supervised start took, which is made once for each kind of start and kept in --work. What the first step takes
 longer than the second is set-up and does not count. With --steps each variation trains for so many steps in
 the place of the minutes: for cards that others use too; only variations whose steps take as long as the
-recipe's are compared fairly so. A variation that the result file
-has already is not tried again, so that calls add up, and processes on several cards too; --stop_after begins
-no further one after so many minutes. Accuracy: mean of 8 samples at temperature 1, and greedy, on 512
-questions; the entropy is that of the sampler, in nats a token, over the last tenth of the steps.
+recipe's are compared fairly so. A variation that the result file has already is not tried again, so that
+calls add up, and processes on several cards too; --stop_after begins no further one after so many minutes.
+Accuracy: mean of 8 samples at temperature 1, and greedy, on 512 questions. Entropy: as the run logs it, in
+nats a token, mean of the last tenth of the steps.
 
 With --queue the variations are the lines of a file, `name` of one below or `name {"setting": value, ...}`; it
 is read again before each, so that what was seen may decide what comes next, until a line says `end`.
@@ -38,7 +38,7 @@ from common import RESULTS, ROOT, write_results
 sys.path.insert(0, str(ROOT))
 import grpo_train
 import sft_train
-from errors import RunError
+from errors import RunError, SettingError
 from running.answering import RunOfStudy, accuracy, load_questions
 from running.loaded import Loaded
 from running.parsing import combined, settings_from_file
@@ -254,7 +254,7 @@ def main():
             found = try_out(args, name, loaded, settings)
         except RunError as error:  # what diverges is a result, too
             found = {"failed": (str(error), "")}
-        except SystemExit as error:  # settings that cannot be tried; the queue goes on
+        except (SettingError, SystemExit) as error:  # settings that cannot be tried; the queue goes on
             if not args.queue:
                 raise
             print(f"{name} is left out: {error}", flush=True)
@@ -283,10 +283,15 @@ def variations(args, refused):
             time.sleep(1)
             continue
         try:
-            yield name, json.loads(given) if given else SETTINGS[name]
-        except (KeyError, ValueError) as error:
-            print(f"{name} is left out: its settings are neither known nor JSON: {error}", flush=True)
+            settings = json.loads(given) if given else SETTINGS[name]
+            unknown = settings.keys() - grpo_train.Config.__dataclass_fields__.keys() - {"start"}
+            if unknown:
+                raise KeyError(*unknown)
+        except (AttributeError, KeyError, ValueError) as error:
+            print(f"{name} is left out: its settings are not known, or no JSON object: {error}", flush=True)
             refused.add(name)
+            continue
+        yield name, settings
 
 
 def write(args, found, settings):

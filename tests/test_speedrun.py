@@ -180,11 +180,11 @@ def test_a_queue_is_read_again_before_each_variation(tune, tmp_path, monkeypatch
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
     monkeypatch.setattr(tune, "tried_before", lambda args: {"kl": {}})
     args, refused = tune_options(tmp_path, queue=tmp_path / "queue"), set()
-    args.queue.write_text('kl\nunknown\nbroken {"beta": }\ng-16\n')
+    args.queue.write_text('kl\nunknown\nbroken {"beta": }\nlist [1]\nmisspelt {"bta": 1}\ng-16\n')
     found = tune.variations(args, refused)
     assert next(found) == ("g-16", tune.SETTINGS["g-16"])
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines()] == ["unknown", "broken"]
+    assert [line.split()[0] for line in out.splitlines()] == ["unknown", "broken", "list", "misspelt"]
     args.queue.write_text('longer {"max_completion_length": 320}\nend\n')
     assert next(found) == ("longer", {"max_completion_length": 320})
     refused.add("longer")
