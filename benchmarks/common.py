@@ -96,6 +96,16 @@ def one_line_each(result):
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
+def commit():
+    """The commit of the clone that this is; "unknown" where it is none, or where there is no git."""
+    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def write_results(name, rows, command=None, **more):
     """Print a table and write results/NAME.json; rows: (case, metric, value, unit)."""
     packages = ("torch", "transformers", "accelerate", "trl")
@@ -105,13 +115,10 @@ def write_results(name, rows, command=None, **more):
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(
-        ["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
     command = command or " ".join(["python", *map(shown, sys.argv)])
     result = {"script": f"benchmarks/{Path(sys.argv[0]).name}", "command": command}
     result |= {"card": card(), "cpu": cpu(), "versions": versions, "date": time.strftime("%Y-%m-%d")}
-    result |= {"commit": commit or "unknown", **more}
+    result |= {"commit": commit(), **more}
     names = ("case", "metric", "value", "unit")
     result["rows"] = [dict(zip(names, row, strict=True)) for row in rows]
     RESULTS.mkdir(exist_ok=True)
