@@ -58,23 +58,37 @@ def main():
 
 
 def draw_speedruns(colours):
-    """speedrun.svg: the share of right samples, of problems not trained on before, over the minutes."""
+    """speedrun.svg: right samples over the minutes, in training, and on the test split at the end.
+
+    Dotted from where GRPO has trained on the problems before.
+    """
     runs = {}
     for name, label in SPEEDRUNS.items():
         if (RESULTS / f"{name}.json").exists():
-            runs[label] = values(name)[1]["curves"].values()
-    if not any(len(curve) > 1 for curves in runs.values() for curve in curves):
+            runs[label.replace("`", "")] = values(name)
+    if not any(len(curve) > 1 for _, result in runs.values() for curve in result["curves"].values()):
         return
     axes = plt.subplots(figsize=(5.2, 2.9), layout="constrained")[1]
-    for (label, curves), colour in zip(runs.items(), colours.values(), strict=False):
-        for curve in filter(None, curves):
-            axes.plot(
-                *zip(*curve, strict=True), color=colour, lw=1.4, marker=".", label=label.replace("`", "")
-            )
-            label = "_"  # matplotlib's word for a line that the legend leaves out
+    for (label, (cases, result)), colour in zip(runs.items(), colours.values(), strict=False):
+        for run, curve in result["curves"].items():
+            until = result["new_until"][run]
+            new = [point for point in curve if point[0] <= until]
+            for points, style in ((new, "-"), (curve[max(0, len(new) - 1) :], ":")):
+                axes.plot(*zip(*points, strict=True), style, color=colour, lw=1.3, label=label)
+                label = "_"  # matplotlib's word for a line that the legend leaves out
+        for m in cases.values():
+            axes.plot(m["seconds"] / 60, m["mean4"], "o", color=colour, ms=6, mec="white", zorder=3)
+    axes.plot([], [], "o", color="#555555", ms=6, mec="white", label="test split, mean of 4 samples")
+    axes.plot([], [], ":", color="#555555", lw=1.3, label="in training, problems seen before")
     title = "GSM8K by the clock, one card"
-    axes.set(title=title, xlabel="minutes since the start", ylabel="share of right samples", xlim=(0, None))
-    axes.legend(frameon=False, loc="upper left")
+    axes.set(
+        title=title,
+        xlabel="minutes since the start",
+        ylabel="share of right samples",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
+    axes.legend(frameon=False, loc="lower right", fontsize=8)
     plt.savefig(RESULTS.parent / "speedrun.svg", metadata={"Date": None})
 
 

@@ -5,8 +5,9 @@
 The clock of a run is that of its process, `grpo_train.py --config configs/speedrun.yaml`: starting, loading,
 compiling, the supervised start, GRPO and saving count. It must be over within the minutes. Only then is the
 model evaluated, in processes of their own, on the whole test split: greedy, and the mean of 4 samples. The
-curve over the minutes costs the clock nothing: it is the share of right answers among the samples of a step,
-which are to problems that GRPO has not trained on, as long as the steps are in their first pass over them.
+curve over the minutes costs the clock nothing: it is the share of right answers among the samples of a step.
+They are to problems that GRPO has not trained on only until its first pass over them is over, which the
+result says (`new_until`, in minutes); later points run ahead of what the model can do with new problems.
 What is whole in --work is not made again, so that seeds may run in calls of their own. speedrun_trl.py is the
 same for a peer, and speedrun_tune.py looks for the recipe.
 """
@@ -70,7 +71,7 @@ def train(args, seed, out):
 
 
 def once(words, out, args, recipe, saved=None):
-    """Run a command that writes `out` by the clock, unless that was done; returns its seconds and moments.
+    """Run a command that writes `out` by the clock, unless that was done; returns seconds, moments and card.
 
     saved(): the seconds after which the model was saved, where the process does more after that.
     """
@@ -95,7 +96,7 @@ def once(words, out, args, recipe, saved=None):
         late = f"the run took {seconds:.1f} s of {60 * args.minutes:.0f}"
         raise SystemExit(f"{late}: what comes after the last step takes longer than --saving {args.saving:g}")
     moments = {str(step): seconds for step, seconds in moments.items()}
-    made = {"command": command, "recipe": recipe, "seconds": seconds, "moments": moments}
+    made = {"command": command, "recipe": recipe, "seconds": seconds, "moments": moments, "card": card_id()}
     note.write_text(json.dumps(made))
     return made
 
@@ -105,8 +106,9 @@ def recipe_lines(args):
 
 
 def card_id():
-    """The id of the first card, by which two results are seen to be of one; none without a card."""
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    """The id of the first card in use, by which two results are seen to be of one; none without a card."""
+    used = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", *([f"--id={used}"] if used else [])]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
@@ -129,6 +131,17 @@ def sampled_over_trained(steps, batch):
     sampled = steps[0].get("first_pass_completions", 0) + len(steps) * batch[0] * batch[1]
     sampled += sum(step.get("replaced_groups", 0) for step in steps) * batch[1]
     return sampled / max(1, sum(step["scored_completions"] for step in steps))
+
+
+def problems_of(log):
+    """How many problems GRPO trained on, by what it said."""
+    return int(re.findall(r"(\d+) problems? to train on", log.read_text())[-1])
+
+
+def new_until(seconds, problems, batch_size):
+    """The minutes at which the first pass over the problems is over. seconds: at the end of each step."""
+    steps = max(1, problems // batch_size)
+    return round(seconds[min(steps, len(seconds)) - 1] / 60, 3)
 
 
 def curve(seconds, right):
@@ -168,6 +181,7 @@ def summary(out, made):
 def evaluations(model, name, args):
     """{greedy, mean4: report} of a saved model on the test split."""
     how = ["--dataset", args.data, "--split", "test", "--max_completion_length", args.answer_tokens]
+    how += ["--precision", args.precision]
     how += [] if args.questions is None else ["--limit", args.questions]
     sampled = ("--num_samples", 4, "--temperature", 1)
     return {
@@ -213,10 +227,11 @@ def checked(parser, argv=None):
     args = parser.parse_args(argv)
     if not 0 <= args.saving < 60 * args.minutes:
         parser.error(f"--minutes {args.minutes:g}: {args.saving:g} s of them are for saving; give more")
-    if args.answer_tokens is None:
-        import yaml
+    import yaml
 
-        settings = yaml.safe_load("\n".join(recipe_lines(args)))
+    settings = yaml.safe_load("\n".join(recipe_lines(args)))
+    args.precision, args.batch_size = settings.get("precision", "bf16"), settings["batch_size"]
+    if args.answer_tokens is None:
         args.answer_tokens = max(300, settings.get("max_completion_length", 0))
     args.work.mkdir(parents=True, exist_ok=True)
     return args
@@ -229,16 +244,18 @@ def main():
     last = "flags for grpo_train.py, last on the line"
     parser.add_argument("--train_flags", nargs=argparse.REMAINDER, default=[], help=last)
     args = checked(parser)
-    runs, reports, curves = {}, {}, {}
+    runs, reports, curves, new, cards = {}, {}, {}, {}, []
     for seed in args.seeds:
         out = args.work / f"seed_{seed}"
         made = train(args, seed, out)
         runs[seed] = summary(out, made)
-        right = [step["correct"] for step in read_steps(out)]
-        curves[f"ours, seed {seed}"] = curve(list(made["moments"].values()), right)
+        cards.append(made["card"])
+        right, ends = [step["correct"] for step in read_steps(out)], list(made["moments"].values())
+        curves[f"ours, seed {seed}"] = curve(ends, right)
+        new[f"ours, seed {seed}"] = new_until(ends, problems_of(out.with_suffix(".log")), args.batch_size)
         reports[seed] = evaluations(out, f"seed_{seed}", args)
     case = f"speedrun-{args.minutes:g}min"
-    more = dict(recipe=recipe_lines(args), curves=curves, card_id=card_id())
+    more = dict(recipe=recipe_lines(args), curves=curves, new_until=new, cards=cards)
     write_results(args.name, result_rows(case, reports, runs), **more)
 
 

@@ -6,21 +6,23 @@
 The clock is that of the trainer's process, as for ours, and the evaluation comes afterwards. Both begin with
 the recipe's supervised start, by sft_train.py within that process: its seconds count alike, and what differs
 is GRPO. What the recipe has of GRPOConfig's settings is taken over; `--trl_settings NAME=VALUE ...` changes
-them. On a card: float32 weights under bf16 autocast, as ours; activations are kept, 64 rows at once. vLLM is
-in the trainer's process (colocate); 0.26 goes with torch 2.11. For the curve the share of right samples is
-logged, by a reward function of weight 0.
+them. On a card: float32 weights under the recipe's autocast, as ours; activations are kept, 64 rows at once.
+The learning rate falls by the clock where the recipe's does. vLLM is in the trainer's process (colocate);
+0.26 goes with torch 2.11. For the curve the share of right samples is logged, by a reward function of weight
+0.
 """
 
 import argparse
 import functools
 import json
+import math
 import os
 import statistics
 import sys
 from importlib import metadata
 from pathlib import Path
 
-from speedrun import arguments, card_id, checked, curve, evaluations, once, read_steps, recipe_lines
+from speedrun import arguments, checked, curve, evaluations, new_until, once, read_steps, recipe_lines
 from speedrun import result_rows as mean_rows
 
 from common import ROOT, write_results
@@ -41,10 +43,9 @@ def trl_settings(config, args):
     settings |= dict(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
     settings |= dict(adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, seed=config.seed)
     settings |= dict(max_grad_norm=config.max_grad_norm, max_steps=config.num_steps)
-    warmup = round(config.warmup_ratio * config.num_steps)
-    settings |= dict(lr_scheduler_type="constant_with_warmup", warmup_steps=warmup)
     settings |= dict(model_init_kwargs={"dtype": "float32"}, report_to="none", save_strategy="no")
-    settings |= dict(logging_steps=1, disable_tqdm=True, bf16=not args.cpu, use_cpu=args.cpu)
+    settings |= dict(logging_steps=1, disable_tqdm=True, use_cpu=args.cpu)
+    settings |= {name: config.precision == name and not args.cpu for name in ("bf16", "fp16")}
     if args.sampler == "vllm":
         length = config.max_prompt_length + config.max_completion_length
         settings |= dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3)
@@ -68,11 +69,14 @@ def trained(args, seed, out):
         late = f"loading and the supervised start took {seconds:.0f} s"
         raise SystemExit(f"max_wall_minutes={end / 60:.2f}: {late}")
     trainer.train()
-    trainer.model.to(torch.bfloat16).save_pretrained(out)
+    saved_in = torch.float16 if config.precision == "fp16" else torch.bfloat16
+    trainer.model.to(saved_in).save_pretrained(out)
     trainer.processing_class.save_pretrained(out)
     saved = seconds_since_start()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    (out / "trl.json").write_text(json.dumps({"seconds": clock.times, "saved": saved, "logs": logs}))
+    problems = len(trainer.train_dataset)
+    note = {"seconds": clock.times, "saved": saved, "problems": problems, "logs": logs}
+    (out / "trl.json").write_text(json.dumps(note))
     print(f"saved after {saved:.1f} s", flush=True)
 
 
@@ -111,10 +115,29 @@ def a_trainer(args, config, start, out, end):
     functions = [told_format(function, config.answer_format) for function in functions]
     settings = trl_settings(config, args) | dict(output_dir=str(out / "trl"), reward_weights=list(weights))
     how = dict(args=GRPOConfig(**settings), train_dataset=Dataset.from_list(rows))
-    trainer = GRPOTrainer(start, functions, processing_class=tokenizer, **how)
+    trainer = with_our_rates(GRPOTrainer, config, end)(start, functions, processing_class=tokenizer, **how)
     clock = a_clock(end)
     trainer.add_callback(clock)
     return trainer, clock
+
+
+def with_our_rates(trainer, config, end):
+    """A trainer class whose learning rate is by our curve, which may fall to 0 at the end of the minutes."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from learning.learner import rate_curve
+    from running.launching import seconds_since_start
+
+    class WithOurRates(trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            if self.lr_scheduler is None:
+                warmup = math.ceil(config.warmup_ratio * num_training_steps)
+                how = config.lr_scheduler_type, warmup, num_training_steps
+                curve = rate_curve(*how, lambda: seconds_since_start() / end)
+                self.lr_scheduler = LambdaLR(optimizer or self.optimizer, curve)
+            return self.lr_scheduler
+
+    return WithOurRates
 
 
 def told_format(function, answer_format):
@@ -196,17 +219,21 @@ def main():
 
     settings = yaml.safe_load("\n".join(recipe_lines(args)))
     batch = settings["batch_size"] * settings["num_generations"]
-    runs, reports, curves = {}, {}, {}
+    runs, reports, curves, new, cards = {}, {}, {}, {}, []
     for seed in args.seeds:
         out = args.work / f"{name}_{seed}"
         words = [f"benchmarks/{Path(__file__).name}", *sys.argv[1:], "--process", seed]
-        once(words, out, args, recipe_lines(args), lambda: read_note(out)["saved"])  # noqa: B023
+        made = once(words, out, args, recipe_lines(args), lambda: read_note(out)["saved"])  # noqa: B023
+        cards.append(made["card"])
         runs[seed] = summary(out, batch)
         reports[seed] = evaluations(out, f"{name}_{seed}", args)
         note = read_note(out)
         shares = [float(entry["rewards/right/mean"]) for entry in note["logs"]]
-        curves[f"TRL with {args.sampler}, seed {seed}"] = curve(note["seconds"][1:], shares)
-    more = dict(recipe=recipe_lines(args), curves=curves, card_id=card_id(), trl_settings=args.trl_settings)
+        label = f"TRL with {args.sampler}, seed {seed}"
+        curves[label] = curve(note["seconds"][1:], shares)
+        new[label] = new_until(note["seconds"][1:], note["problems"], settings["batch_size"])
+    more = dict(recipe=recipe_lines(args), curves=curves, new_until=new, cards=cards)
+    more["trl_settings"] = args.trl_settings
     if args.sampler == "vllm":
         more["vllm"] = metadata.version("vllm")
     write_results(name, mean_rows(f"speedrun-{args.minutes:g}min", reports, runs), **more)

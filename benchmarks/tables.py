@@ -225,11 +225,17 @@ def speedrun():
             )
             values_of = [f"{m[f'{kind}_{seed}']:.3f}" for kind in ("greedy", "mean4") for seed in _seeds(m)]
             each.append(f"{label}, each seed, greedy then samples: {', '.join(values_of)}")
-            texts.append(f"`{where(result)}, card {result['card_id']}`.")
+            texts.append(f"`{where(result)}, {_cards(result)}`.")
     header = ["trainer", "minutes", "seeds", "greedy", "mean of 4 samples", "seconds", "supervised, s"]
     header += ["until the first step, s", "steps", "completions/s", "dead groups"]
     shown = [table(header, rows), f"{'; '.join(each)}."] if rows else []
     return "\n\n".join([*shown, " ".join(texts)])
+
+
+def _cards(result):
+    """Which cards the seeds ran on."""
+    ids = sorted({*result["cards"]})
+    return f"{'card' if len(ids) == 1 else 'cards'} {', '.join(ids)}"
 
 
 def _seeds(m):

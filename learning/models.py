@@ -292,6 +292,8 @@ def load_policy(config, name, tokenizer, device):
     dtype = computed_in if config.lora_r else torch.float32
     how = dict(in_4bit=config.load_in_4bit)
     policy = load_model(name, tokenizer, dtype, device, config.trust_remote_code, **how)
+    if (computed_in, policy.source_dtype) == (torch.float16, torch.bfloat16):
+        policy.source_dtype = computed_in  # bf16 would round three bits away of what was sampled with
     freeze_unreached(policy)
     if config.lora_r:
         torch.manual_seed(config.seed)  # the adapters do not depend on what was drawn before

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +20,10 @@ from decoding.step import draw
 from errors import RunError, SettingError
 from grpo_train import Config
 from learning import learner, precision
-from learning.models import load_model
+from learning.models import load_model, load_policy
 from learning.parallel import distribute
 from learning.precision import LossScale, compute_dtype
-from running.folder import save_model
+from running.folder import save_model, say_what_is_there
 from running.launching import make_accelerator
 from running.parsing import parse_config, run_main, settings_from_file
 from running.settings import resolved
@@ -457,3 +458,22 @@ def test_two_processes_agree_on_an_overflow_that_one_of_them_had(fsdp, warm, tmp
     assert len(set(sums)) == 3
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [m.get("skipped") for m in metrics] == [f"{OVERFLOW}8192", None, f"{OVERFLOW}4096", None]
+
+
+@pytest.mark.parametrize(
+    ("source", "saved"), [(torch.bfloat16, torch.float16), (torch.float32, torch.float32)]
+)
+def test_what_was_sampled_in_fp16_is_not_saved_in_bf16(source, saved, tokenizer, tmp_path, monkeypatch):
+    """bf16 has three bits fewer; float32 holds both."""
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "m", source)
+    monkeypatch.setattr("learning.models.compute_dtype", lambda *given: torch.float16)
+    config = SimpleNamespace(precision="fp16", lora_r=0, load_in_4bit=False, trust_remote_code=False)
+    assert load_policy(config, str(tmp_path / "m"), tokenizer, "cpu").source_dtype == saved
+
+
+@pytest.mark.parametrize(("precision", "ends"), [("fp16", "--model here --precision fp16"), ("bf16", "here")])
+def test_the_last_lines_say_how_to_evaluate_what_was_trained_in_fp16(precision, ends):
+    said, config = [], SimpleNamespace(precision=precision, dataset="gsm8k", keep_best=False)
+    run = SimpleNamespace(config=config, folder=Path("here"), outer=None, of_study=False, say=said.append)
+    say_what_is_there(run)
+    assert said[0].endswith(ends)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_benchmarks import benchmark_module  # noqa: F401
 
 import grpo_train
@@ -30,6 +31,16 @@ def test_sampled_over_trained_counts_the_pass_and_the_extra_rollouts(speedrun):
         {"replaced_groups": 2, "scored_completions": 14},
     ]
     assert speedrun.sampled_over_trained(steps, (4, 8)) == 2.0
+
+
+def test_the_curve_says_until_when_its_problems_are_new(speedrun, tmp_path):
+    """150 problems, 64 a step: two steps of the first pass."""
+    assert speedrun.new_until([30.0, 60.0, 90.0], 150, 64) == 1.0
+    assert speedrun.new_until([30.0, 60.0, 90.0], 7473, 64) == 1.5, "still new at the end"
+    (tmp_path / "log").write_text(
+        "   3.0 9 problems to train on\n  20.1 7473 problems to train on, 0 held out\n"
+    )
+    assert speedrun.problems_of(tmp_path / "log") == 7473
 
 
 def test_the_curve_is_over_the_minutes_of_the_clock(speedrun):
@@ -143,6 +154,31 @@ def test_the_peer_s_rewards_are_told_the_answer_format(benchmark_module):  # noq
     assert boxed.__name__ == "right", "TRL logs a reward by its function's name"
 
 
+def test_the_peer_s_rate_falls_as_ours_does_to_0_at_the_end_of_the_minutes(benchmark_module, monkeypatch):  # noqa: F811
+    peer = benchmark_module("speedrun_trl")
+    clock = SimpleNamespace(now=60.0)
+    monkeypatch.setattr("running.launching.seconds_since_start", lambda: clock.now)
+    config = grpo_train.Config(warmup_ratio=0.02, lr_scheduler_type="linear")
+    trainer = peer.with_our_rates(SimpleTrainer, config, end=240.0)()
+    schedule = trainer.create_scheduler(100)
+    assert trainer.create_scheduler(100) is schedule, "TRL asks for it more than once"
+    rates = [schedule.get_last_lr()[0]]
+    for now in (60.0, 120.0, 180.0, 240.0):
+        clock.now = now
+        trainer.optimizer.step()
+        schedule.step()
+        rates += schedule.get_last_lr()
+    assert rates == [0.5, 1.0, 0.5, 0.25, 0.0]
+
+
+class SimpleTrainer:
+    """What transformers' Trainer has when it makes its scheduler."""
+
+    def __init__(self):
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        self.lr_scheduler = None
+
+
 def test_the_set_up_of_the_first_step_does_not_count(tune, tmp_path):
     """A first step of 30 s, with 2 s of a second: 28 s of them were compiling."""
     trial = tune.Trial(tmp_path, 0, None, None, [])
@@ -240,7 +276,11 @@ def result(rows, **more):
     made = {"script": "s.py", "card": "NVIDIA H200", "versions": {"torch": "2", "transformers": "5"}}
     return (
         made
-        | {"date": "d", "card_id": "GPU-1", "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+        | {
+            "date": "d",
+            "cards": ["GPU-1", "GPU-1"],
+            "rows": [dict(zip(names, row, strict=True)) for row in rows],
+        }
         | more
     )
 
@@ -259,6 +299,7 @@ def test_tables_say_what_is_there_and_what_is_not_yet(benchmark_module, speedrun
     lines = tables.speedrun().splitlines()
     assert lines[2] == "| ours | 5min | 1 | 0.430 | 0.400 | 299 | 60 | 90 | 140 | 400 | 10% |"
     assert "TRL with vLLM: not measured yet." in lines[-1]
+    assert "d, card GPU-1`." in lines[-1]
     row = (
         ("seconds_to_uniforms_end", None, "s"),
         ("mean8_at_the_start", 0.1, ""),
