@@ -4,6 +4,7 @@ finite.
 
 import functools
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,9 @@ class Learner:
                     raise
                 raise NoRoomError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
         self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of")  # where the first step of all was skipped
+            self.schedule.step()
         self._note_step(has_stepped)
         return has_stepped, float(norm)
 

@@ -230,6 +230,15 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing():
     assert learner.schedule.last_epoch == 4, "the schedule goes on"
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_first_step_that_is_skipped_warns_of_nothing():
+    """torch told the user to call `optimizer.step()` first."""
+    model = torch.nn.Linear(3, 1)
+    learner = small_learner(model)
+    (model(torch.ones(2, 3)).sum() * math.nan).backward()
+    assert not learner.step([torch.tensor(1.0)])[0]
+
+
 def test_a_step_that_one_process_cannot_take_is_taken_by_none():
     """Weights that differ between processes from then on are never told."""
     model, another = torch.nn.Linear(3, 1), 1.0  # another process says that its gradient is not finite
