@@ -179,21 +179,22 @@ def summary(out, made):
 
 
 def evaluations(model, name, args):
-    """{greedy, mean4: report} of a saved model on the test split."""
+    """{start, greedy, mean4: report} of a saved model, and of its supervised start, on the test split."""
     how = ["--dataset", args.data, "--split", "test", "--max_completion_length", args.answer_tokens]
     how += ["--precision", args.precision]
     how += [] if args.questions is None else ["--limit", args.questions]
     sampled = ("--num_samples", 4, "--temperature", 1)
-    return {
-        "greedy": evaluate(model, f"{name}_greedy", args.work / "eval", *how),
-        "mean4": evaluate(model, f"{name}_mean4", args.work / "eval", *how, *sampled),
-    }
+    folder, start = args.work / "eval", model / "warm_start"
+    found = {"start": evaluate(start, f"{name}_start", folder, *how)} if start.exists() else {}
+    found["greedy"] = evaluate(model, f"{name}_greedy", folder, *how)
+    found["mean4"] = evaluate(model, f"{name}_mean4", folder, *how, *sampled)
+    return found
 
 
 def result_rows(case, reports, runs):
     """Means over the seeds, and each. reports, runs: {seed: ...}."""
     rows = []
-    for kind in ("greedy", "mean4"):
+    for kind in next(iter(reports.values())):
         each = {seed: report[kind]["accuracy"] for seed, report in reports.items()}
         rows.append((case, kind, round(statistics.fmean(each.values()), 4), "accuracy"))
         rows += [(case, f"{kind}_{seed}", round(value, 4), "accuracy") for seed, value in each.items()]

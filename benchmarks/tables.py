@@ -24,7 +24,6 @@ SPEEDRUNS = {
     "speedrun_trl_vllm": "TRL with vLLM",
     "speedrun_trl_generate": "TRL with `generate`",
 }
-GSM8K_RUNS = ("gsm8k_h100", "gsm8k_smollm2-135m", "gsm8k_qwen-multi-reward")
 
 
 def values(name):
@@ -111,19 +110,18 @@ def peers():
 def rungs():
     """Minutes and accuracy to expect of the README's three commands."""
     tiny, tiny_result = values("tiny_job")
-    qwen, qwen_result = values("gsm8k_h100")
+    clock, clock_result = values("speedrun")
     gpus, gpus_result = values("bench_gpus")
     m = tiny["tiny-m3po-seed0"]
     laptop = [f"{m['seconds'] / 60:.0f}", number(m["greedy_before"]), number(m["greedy_after"])]
-    qwen = qwen["qwen-coder-0.5b"]
-    minutes = (qwen["warm_start_seconds"] + qwen["train_seconds"]) / 60
-    card = [f"{minutes:.0f}", number(qwen["exact_before"]), number(qwen["exact_after"])]
+    [m] = clock.values()
+    card = [f"{m['seconds'] / 60:.0f}", number(m["start"]) if "start" in m else "", number(m["greedy"])]
     steps = yaml.safe_load((ROOT / "configs" / "gsm8k.yaml").read_text())["num_steps"]
     step = gpus["original-recipe on 4"]["step_seconds"]
     box = [f"{steps * step / 60:.0f} ({steps} steps of {step:.2f} s)", "", "not measured yet"]
     rows = [
         [f"a laptop ({short_machine(tiny_result)})", *laptop],
-        [f"one GPU ({short_machine(qwen_result)})", *card],
+        [f"one GPU ({short_machine(clock_result)})", *card],
         [f"a box (4 x {short_machine(gpus_result)})", *box],
     ]
     return table(["rung", "minutes", "greedy accuracy before GRPO", "after"], rows)
@@ -140,26 +138,6 @@ def tiny_job():
     return f"{table(header, rows)}\n\n{note}; {result['parallel']} run(s) at a time, one core each."
 
 
-def gsm8k_h100():
-    """The three cases: each a table row for greedy and one for sampled completions, and a sentence."""
-    rows, texts = [], []
-    for name in GSM8K_RUNS:
-        cases, result = values(name)
-        [(case, m)] = cases.items()
-        zero_shot = number(m["exact_zero_shot"]) if "exact_zero_shot" in m else ""
-        rows.append([case, "greedy", zero_shot, *both(m, "exact"), _difference(m, "exact")])
-        rows.append([case, "mean of 4 samples", "", *both(m, "sampled"), _difference(m, "sampled")])
-        texts.append(
-            f"{case}: warm start {m['warm_start_seconds']:.0f} s, GRPO {m['train_seconds']:.0f} s = "
-            f"{m['train_steps']} steps, {m['bad_steps']} refused steps; reloaded by plain transformers in "
-            f"another process, float32, {m['reloaded_same_completions']} greedy completions the same "
-            f"(`{where(result)}`)."
-        )
-    header = ["case", "accuracy", "zero-shot", "after the warm start", "after GRPO", "difference, paired"]
-    note = f"{m['questions']} test questions, one seed, 95% intervals."
-    return "\n\n".join([table(header, rows), " ".join([note, *texts])])
-
-
 def learning_rates():
     """Mean of 8 samples by learning rate, with M3PO and without: the mean over the seeds, and each."""
     cases, result = values("learning_rates")
@@ -172,13 +150,6 @@ def learning_rates():
     header = ["run", "learning rate", "mean accuracy of 8 samples", "each seed"]
     note = f"{result['questions']} held-out training questions, {result['recipe']['num_steps']} steps"
     return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
-
-
-def _difference(m, kind):
-    if f"{kind}_difference" not in m:
-        return ""
-    low, high = m[f"{kind}_difference_ci95"]
-    return f"{m[f'{kind}_difference']:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def scoring():
@@ -218,7 +189,8 @@ def speedrun():
             continue
         cases, result = values(name)
         for case, m in cases.items():
-            row = [label, case.removeprefix("speedrun-"), m["seeds"], number(m["greedy"]), number(m["mean4"])]
+            row = [label, case.removeprefix("speedrun-"), m["seeds"]]
+            row += [number(m[kind]) if kind in m else "" for kind in ("start", "greedy", "mean4")]
             row += [f"{m[part]:.0f}" for part in ("seconds", "warm_start_seconds", "seconds_to_first_step")]
             rows.append(
                 [*row, f"{m['steps']:.0f}", f"{m['completions_per_s']:.0f}", f"{m['dead_groups']:.0%}"]
@@ -226,8 +198,8 @@ def speedrun():
             values_of = [f"{m[f'{kind}_{seed}']:.3f}" for kind in ("greedy", "mean4") for seed in _seeds(m)]
             each.append(f"{label}, each seed, greedy then samples: {', '.join(values_of)}")
             texts.append(f"`{where(result)}, {_cards(result)}`.")
-    header = ["trainer", "minutes", "seeds", "greedy", "mean of 4 samples", "seconds", "supervised, s"]
-    header += ["until the first step, s", "steps", "completions/s", "dead groups"]
+    header = ["trainer", "minutes", "seeds", "greedy before GRPO", "after", "mean of 4 samples", "seconds"]
+    header += ["supervised, s", "until the first step, s", "steps", "completions/s", "dead groups"]
     shown = [table(header, rows), f"{'; '.join(each)}."] if rows else []
     return "\n\n".join([*shown, " ".join(texts)])
 
@@ -732,7 +704,7 @@ def _arm_rows(found):
 TABLES = {
     make.__name__: make
     for make in (
-        *(study, learned, peers, rungs, tiny_job, gsm8k_h100, learning_rates, scoring, precision, suite),
+        *(study, learned, peers, rungs, tiny_job, learning_rates, scoring, precision, suite),
         cpu_example,
         math_grading,
         *(bench_generation, bench_generation_cpu, controls, bench_step, bench_step_long, bench_step_gsm8k),

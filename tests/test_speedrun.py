@@ -291,13 +291,14 @@ def test_tables_say_what_is_there_and_what_is_not_yet(benchmark_module, speedrun
     assert tables.speedrun().startswith("ours: not measured yet. TRL with vLLM: not measured yet.")
     assert tables.speedrun_tune().startswith("Not measured yet")
     assert tables.problem_sampling().startswith("Not measured yet")
-    reports = {0: {"greedy": {"accuracy": 0.43, "questions": 9}, "mean4": {"accuracy": 0.4}}}
+    reports = {0: {"start": {"accuracy": 0.28}, "greedy": {"accuracy": 0.43, "questions": 9}}}
+    reports[0]["mean4"] = {"accuracy": 0.4}
     names = "seconds warm_start_seconds seconds_to_first_step steps completions_per_s dead_groups".split()
     runs = {0: [(name, value, "") for name, value in zip(names, (299, 60, 90, 140, 400, 0.1), strict=True)]}
     rows = speedrun.result_rows("speedrun-5min", reports, runs)
     (tmp_path / "speedrun.json").write_text(json.dumps(result(rows)))
     lines = tables.speedrun().splitlines()
-    assert lines[2] == "| ours | 5min | 1 | 0.430 | 0.400 | 299 | 60 | 90 | 140 | 400 | 10% |"
+    assert lines[2] == "| ours | 5min | 1 | 0.280 | 0.430 | 0.400 | 299 | 60 | 90 | 140 | 400 | 10% |"
     assert "TRL with vLLM: not measured yet." in lines[-1]
     assert "d, card GPU-1`." in lines[-1]
     row = (
