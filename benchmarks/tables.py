@@ -240,7 +240,16 @@ def _variations(name):
     header += ["sampled over trained"]
     note = f"{count} configurations tried, each once; {result['questions']} held-out training questions"
     note += f", {result['steps']} steps" if result.get("steps") else f", {result['minutes']:g} minutes"
-    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
+    return f"{table(header, rows)}\n\n{note}{_recipe_then(result['recipe'])}; `{where(result)}`."
+
+
+def _recipe_then(lines):
+    """What a recipe, which variations vary, had in the place of today's."""
+    then = yaml.safe_load("\n".join(lines))
+    now = yaml.safe_load((ROOT / "configs" / "speedrun.yaml").read_text())
+    differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    had = ", ".join(f"{key} {then[key]}" if key in then else f"no {key}" for key in differ)
+    return f"; the recipe that they vary had {had}" if had else ""
 
 
 def problem_sampling():

@@ -285,6 +285,15 @@ def result(rows, **more):
     )
 
 
+def test_a_table_of_variations_says_what_the_recipe_had_then(benchmark_module):  # noqa: F811
+    tables = benchmark_module("tables")
+    now = (ROOT / "configs" / "speedrun.yaml").read_text()
+    assert tables._recipe_then(now.splitlines()) == ""
+    then = now.replace("batch_size: 64", "batch_size: 32").replace("mu: 1\n", "") + "top_k: 5\n"
+    said = "; the recipe that they vary had batch_size 32, top_k 5, no mu"
+    assert tables._recipe_then(then.splitlines()) == said
+
+
 def test_tables_say_what_is_there_and_what_is_not_yet(benchmark_module, speedrun, tmp_path, monkeypatch):  # noqa: F811
     tables = benchmark_module("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
