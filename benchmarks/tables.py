@@ -92,10 +92,9 @@ def peers():
     rows = [[work, f"{m['step_seconds']:.2f} s", f"TRL with `generate` {m['trl_step_seconds']:.2f} s"]]
     for case, what in (("1.5b-8x8", "1.5B model, 64"), ("0.5b-64x8", "0.5B model, 512")):
         m = rollouts[case]
-        other = f"`generate` {m['generate_tokens_per_s']:,.0f}, "
-        other += f"continuous batching {m['continuous_batching_tokens_per_s']:,.0f}"
-        if "vllm_tokens_per_s" in m:
-            other += f", vLLM {m['vllm_tokens_per_s']:,.0f}"
+        names = {"vllm": "vLLM", "generate": "`generate`", "continuous_batching": "continuous batching"}
+        rates = {label: m.get(f"{name}_tokens_per_s") for name, label in names.items()}
+        other = ", ".join(f"{label} {rate:,.0f}" for label, rate in rates.items() if rate)
         work = f"sampling, {what} rows, {short_machine(rollout_result)}"
         rows.append([work, f"{m['tokens_per_s']:,.0f} tokens/s", other])
     cases, result = values("bench_generation_cpu")
