@@ -1,73 +1,81 @@
-"""bf16 and fp16 beside each other: GRPO with M3PO on GSM8K from one supervised start, on one GPU; how far the
-update's log-probs are from the sampler's, how long a step takes, and how often the loss scale was too large.
+"""bf16 and fp16 beside each other: the speedrun's recipe in both, a study (grpo_study.py) of two arms from
+common starts; how much the models learnt, how far the update's log-probs are from the sampler's, how long a
+step takes, and how often the loss scale was too large.
 
-    python benchmarks/precision.py --model DIR --data FOLDER [--steps 200] [--work FOLDER]
+    python benchmarks/precision.py --model DIR --data FOLDER [--work FOLDER] [--steps 300]
 
-What is whole in --work is not made again. accuracy: greedy, on training questions that were held out.
+Accuracy: mean of 8 samples, and greedy, on questions held out from the training split; each model computes as
+it was trained. The same command goes on where it was stopped (--stop_after MINUTES stops it).
 """
 
 import argparse
 import json
 import statistics
-import tempfile
+import sys
 from pathlib import Path
 
-from common import run_script, write_results
+from speedrun import card_id, read_steps, recipe_lines
+from two_arms import hold_out_once, run_study, write_study
 
-PRECISIONS = ("bf16", "fp16")
-RECIPE = dict(answer_format="xml", batch_size=64, num_generations=8, max_completion_length=256, seed=0)
-RECIPE |= dict(learning_rate=2e-6, warmup_ratio=0.02, beta=0.005, epsilon=0.2, loss_type="dapo")
-RECIPE |= dict(eval_problems=256, log_groups=0)
+from common import ROOT, write_results
+
+sys.path.insert(0, str(ROOT))
+from reporting.study import result_rows
+
+ARMS = {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}}
 FIRST = 20  # steps in which the scale may still be found
+TEXT = "bf16 beside fp16, see benchmarks/precision.py.\n"
 
 
-def flags(settings):
-    return [word for name, value in settings.items() for word in (f"--{name}", value)]
-
-
-def summary(metrics):
-    """(metric, value, unit) of a run's metrics, one dict a step."""
+def summary(runs):
+    """(metric, value, unit) of an arm's runs, each a list of its steps' metrics."""
+    metrics = [line for run in runs for line in run]
 
     def of(name):
         return [line[name] for line in metrics if line.get(name) is not None]
 
-    skipped = ["skipped" in line for line in metrics]
+    skipped = [["skipped" in line for line in run] for run in runs]
     return [
         ("logp_diff", round(statistics.fmean(of("logp_diff")), 5), "nats"),
         ("logp_diff_max", round(max(of("logp_diff_max")), 3), "nats"),
         ("update_seconds", round(statistics.median(of("update_seconds")), 3), "s"),
         ("rollout_seconds", round(statistics.median(of("rollout_seconds")), 3), "s"),
         ("completion_length", round(statistics.fmean(of("completion_length")), 1), "tokens"),
-        ("skipped_first_20", sum(skipped[:FIRST]), "steps"),
-        ("skipped_after", sum(skipped[FIRST:]), "steps"),
-        ("eval_accuracy", of("eval_accuracy")[-1], "accuracy"),
+        ("skipped_first_20", sum(sum(run[:FIRST]) for run in skipped), "steps"),
+        ("skipped_after", sum(sum(run[FIRST:]) for run in skipped), "steps"),
     ]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True, help="folder with train.jsonl of GSM8K")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--work", type=Path, help="where the runs go (default: a temporary folder)")
+    parser.add_argument("--data", required=True, type=Path, help="folder with train.jsonl of GSM8K")
+    parser.add_argument("--recipe", default="configs/speedrun.yaml")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "precision")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
+    parser.add_argument("--questions", type=int, default=1024, help="held out, to judge by")
+    parser.add_argument("--stop_after", type=float, help="minutes after which to save and stop")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = args.work or Path(temporary)
-        start = work / "start"
-        where = dict(dataset=args.data, overwrite_output_dir="true")
-        if not (start / "finished.json").exists():
-            recipe = ("--config", "configs/gsm8k_warm_start.yaml")
-            run_script("sft_train.py", *recipe, *flags(where | dict(model=args.model, output_dir=start)))
-        rows = []
-        for precision in PRECISIONS:
-            out = work / precision
-            if not (out / "finished.json").exists():
-                how = RECIPE | where | dict(model=start, output_dir=out, precision=precision)
-                how |= dict(num_steps=args.steps, eval_every=args.steps)
-                run_script("grpo_train.py", *flags(how))
-            metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            rows += [(f"0.5b-gsm8k-{precision}", *row) for row in summary(metrics)]
-    write_results("precision", rows, recipe=RECIPE, steps=args.steps)
+    hold_out_once(args)
+    write(args)
+    folder = run_study(args)
+    rows = []
+    for arm in ARMS:
+        runs = [read_steps(folder / "runs" / str(seed) / arm) for seed in args.seeds]
+        rows += [(arm, *row) for row in summary(runs)]
+    rows += result_rows(json.loads((folder / "study.json").read_text()))
+    more = dict(seeds=args.seeds, questions=args.questions, steps=args.steps, recipe=recipe_lines(args))
+    write_results("precision", rows, card_id=card_id(), **more)
+
+
+def write(args):
+    """The study's file."""
+    asked = [
+        {"name": "mean8", "steps": [args.steps], "samples": 8, "temperature": 1.0, "split": "test"},
+        {"name": "greedy", "steps": [args.steps], "samples": 1, "temperature": 0.0, "split": "test"},
+    ]
+    write_study(args, ARMS, asked, TEXT, num_steps=args.steps)
 
 
 if __name__ == "__main__":

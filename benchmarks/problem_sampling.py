@@ -13,42 +13,34 @@ the first pass included. The same command goes on where it was stopped (--stop_a
 import argparse
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import yaml
-from learning_rates import QUESTIONS, hold_out
+from learning_rates import QUESTIONS
 from speedrun import card_id, read_steps, sampled_over_trained
+from two_arms import hold_out_once, run_study, write_study
 
 from common import ROOT, write_results
 
 ARMS = ("uniform", "pass_rate")
-NOT_OF_A_STUDY = ("max_wall_minutes", "warm_start", "eval_problems")
 TEXT = "Problems drawn by their pass rates against uniform passes, see benchmarks/problem_sampling.py.\n"
 
 
-def write_study(args, data):
-    """The study's file and its text."""
-    base = yaml.safe_load((ROOT / args.recipe).read_text())
-    base = {name: value for name, value in base.items() if name not in NOT_OF_A_STUDY}
-    start = yaml.safe_load((ROOT / args.recipe).read_text()).get("warm_start")
-    given = dict(word.split("=", 1) for word in args.settings)
-    base |= dict(model=args.model, dataset=str(data), num_steps=args.steps, eval_every=0)
-    arms = [{"name": "uniform", "settings": {}}]
-    by_pass_rate = {name: yaml.safe_load(value) for name, value in given.items() if "pass_rate" in name}
-    base |= {name: yaml.safe_load(value) for name, value in given.items() if "pass_rate" not in name}
-    arms.append({"name": "pass_rate", "settings": {"problem_sampling": "pass_rate", **by_pass_rate}})
+def arms_of(args):
+    """({arm: settings}, settings of both), by --settings."""
+    given = {name: yaml.safe_load(value) for name, value in (word.split("=", 1) for word in args.settings)}
+    of_pass_rate = {name: value for name, value in given.items() if "pass_rate" in name}
+    of_both = {name: value for name, value in given.items() if name not in of_pass_rate}
+    return {"uniform": {}, "pass_rate": {"problem_sampling": "pass_rate", **of_pass_rate}}, of_both
+
+
+def write(args):
+    """The study's file; returns the steps at which the arms are asked."""
+    arms, of_both = arms_of(args)
     steps = list(range(0, args.steps + 1, args.every))
     asked = {"name": "mean8", "steps": steps, "samples": 8, "temperature": 1.0, "split": "test"}
-    study = dict(
-        name="problem_sampling", text=str(args.work / "study.md"), base=base, seeds=args.seeds, arms=arms
-    )
-    study |= {"warm_start": {"config": start, "eval_every": 0}} if start else {}
-    study |= dict(baseline="uniform", treatment="pass_rate", evaluations=[asked], primary="mean8")
-    (args.work / "study.md").write_text(TEXT)
-    (args.work / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    write_study(args, arms, [asked], TEXT, num_steps=args.steps, **of_both)
     return steps
 
 
@@ -136,16 +128,9 @@ def main():
     args = parser.parse_args()
     if args.steps % args.every:
         parser.error(f"--every {args.every}: must divide --steps {args.steps}")
-    args.work = args.work.resolve()
-    data = args.work / "data"
-    if not data.exists():
-        hold_out(args.data, data, args.questions)
-    asked = write_study(args, data)
-    words = ["grpo_study.py", args.work / "study.yaml", "--output_dir", args.work / "study"]
-    words += ["--stop_after", args.stop_after] if args.stop_after else []
-    status = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=False).returncode
-    if status:
-        raise SystemExit(status)
+    hold_out_once(args)
+    asked = write(args)
+    run_study(args)
     report(args, asked)
 
 

@@ -168,15 +168,20 @@ def precision():
     if not (RESULTS / "precision.json").exists():
         return "Not measured yet: `python benchmarks/precision.py --model DIR --data FOLDER`."
     cases, result = values("precision")
-    rows = []
+    rows, note = [], f"{len(result['seeds'])} seeds, {result['steps']} steps, medians of seconds, "
+    note += f"{result['questions']} held-out questions"
     for case, m in cases.items():
         seconds = [f"{m[name]:.2f}" for name in ("update_seconds", "rollout_seconds")]
         skipped = f"{m['skipped_first_20']} / {m['skipped_after']}"
         apart = [f"{m['logp_diff']:.4f}", f"{m['logp_diff_max']:.2f}"]
-        rows.append([case, *apart, *seconds, skipped, number(m["eval_accuracy"])])
-    header = ["case", "difference, nats: mean", "largest", "update, s", "rollout, s"]
-    header += ["steps skipped: first 20 / after", "held-out accuracy"]
-    return f"{table(header, rows)}\n\n{result['steps']} steps, medians of seconds. `{where(result)}`."
+        rows.append([case, number(m["mean8"]), number(m["greedy"]), *apart, *seconds, skipped])
+        if "difference" in m:
+            low, high = (100 * end for end in m["difference_ci95"])
+            note += f"; {case} minus the other, samples: {100 * m['difference']:+.1f} points "
+            note += f"(95% interval {low:+.1f} to {high:+.1f}, p = {m['p']:.2g})"
+    header = ["precision", "mean of 8 samples", "greedy", "difference of log-probs, nats: mean", "largest"]
+    header += ["update, s", "rollout, s", "steps skipped: first 20 / after"]
+    return f"{table(header, rows)}\n\n{note}. `{where(result)}`."
 
 
 def speedrun():

@@ -74,14 +74,17 @@ def test_a_result_file_says_where_its_numbers_come_from(path):
 
 
 def test_bf16_and_fp16_stand_beside_each_other_in_a_table(benchmark_module, tmp_path, monkeypatch):
+    """Two runs of 23 steps; the mean difference is 0.024 once and 0.002 in 44 other steps."""
     precision, tables = benchmark_module("precision"), benchmark_module("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.precision().startswith("Not measured yet: `python benchmarks/precision.py")
     steps = [LINE | {"skipped": "fp16 overflow"} for _ in range(3)] + [dict(LINE) for _ in range(20)]
+    another = [dict(LINE) for _ in range(23)]
     steps[0] |= {"logp_diff": 0.024, "update_seconds": 60.0, "logp_diff_max": 0.7}
     steps[21] |= {"skipped": "fp16 overflow", "logp_diff": None}
-    steps[-1] |= {"eval_accuracy": 0.5}
-    rows = [("0.5b-gsm8k-fp16", *row) for row in precision.summary(steps)]
+    rows = [("fp16", *row) for row in precision.summary([steps, another])]
+    rows += [("fp16", "mean8", 0.43, ""), ("fp16", "greedy", 0.5, ""), ("fp16", "difference", 0.026, "")]
+    rows += [("fp16", "difference_ci95", [0.01, 0.042], ""), ("fp16", "p", 0.011, "p")]
     names = ("case", "metric", "value", "unit")
     result = {
         "script": "s.py",
@@ -89,11 +92,12 @@ def test_bf16_and_fp16_stand_beside_each_other_in_a_table(benchmark_module, tmp_
         "versions": {"torch": "2", "transformers": "5"},
         "date": "d",
     }
-    result |= {"steps": 23, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    result |= {"steps": 23, "seeds": [1, 2], "questions": 9}
+    result |= {"rows": [dict(zip(names, row, strict=True)) for row in rows]}
     (tmp_path / "precision.json").write_text(json.dumps(result))
-    assert tables.precision().splitlines()[2] == (
-        "| 0.5b-gsm8k-fp16 | 0.0030 | 0.70 | 1.00 | 0.50 | 3 / 1 | 0.500 |"
-    ), "a mean of 22 steps: 0.024 + 21 x 0.002"
+    lines = tables.precision().splitlines()
+    assert lines[2] == "| fp16 | 0.430 | 0.500 | 0.0025 | 0.70 | 1.00 | 0.50 | 3 / 1 |"
+    assert "fp16 minus the other, samples: +2.6 points (95% interval +1.0 to +4.2, p = 0.011)" in lines[-1]
 
 
 def a_study(folder, gains, **more):

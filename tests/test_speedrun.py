@@ -256,7 +256,7 @@ def test_the_study_has_the_recipe_and_the_two_ways_to_draw(sampling, tmp_path):
     settings = ["pass_rate_samples=2", "batch_size=16"]
     args = SimpleNamespace(recipe="configs/speedrun.yaml", model="m", steps=40, every=20, work=tmp_path)
     args.seeds, args.settings = [1, 2], settings
-    assert sampling.write_study(args, tmp_path / "data") == [0, 20, 40]
+    assert sampling.write(args) == [0, 20, 40]
     from grpo_study import Options
     from running import sft_config
     from running.study_file import read_study
@@ -266,6 +266,23 @@ def test_the_study_has_the_recipe_and_the_two_ways_to_draw(sampling, tmp_path):
     one, other = study.configs["uniform"], study.configs["pass_rate"]
     assert (one.batch_size, one.problem_sampling, one.learning_rate) == (16, "uniform", 2e-6)
     assert (other.batch_size, other.problem_sampling, other.pass_rate_samples) == (16, "pass_rate", 2)
+
+
+def test_the_study_of_precision_is_the_recipe_in_both(benchmark_module, tmp_path):  # noqa: F811
+    precision = benchmark_module("precision")
+    (tmp_path / "data").mkdir()
+    args = SimpleNamespace(recipe="configs/speedrun.yaml", model="m", steps=30, work=tmp_path, seeds=[1, 2])
+    precision.write(args)
+    from grpo_study import Options
+    from running import sft_config
+    from running.study_file import read_study
+
+    start = sft_config.Config, sft_config.warm_start_settings
+    study = read_study(tmp_path / "study.yaml", grpo_train.Config, *start, Options(output_dir=str(tmp_path)))
+    one, other = study.configs["bf16"], study.configs["fp16"]
+    assert (one.precision, other.precision) == ("bf16", "fp16")
+    assert one.num_steps == other.num_steps == 30
+    assert one.batch_size == other.batch_size == 64
 
 
 # Tables, and vLLM
