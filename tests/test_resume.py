@@ -968,6 +968,14 @@ def test_a_save_leaves_no_weights_of_another_in_its_place(start, tokenizer, tmp_
     assert not (tmp_path / "adapter_config.json").exists()
 
 
+def test_who_may_read_a_models_settings_may_read_its_weights(tokenizer, tmp_path):
+    """safetensors writes files of mode 0600: a colleague with the folder could not load the model."""
+    run_folder.save_model(build_model("qwen2", tokenizer), tokenizer, tmp_path, torch.float32)
+    (tmp_path / "mine").touch()
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == modes["mine"]
+
+
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
 def test_the_start_is_the_best_until_something_is_better(script, start, tmp_path, monkeypatch, capsys):
     """There was no best/ at all where nothing was better; of a supervised run it was the first evaluated."""
@@ -1204,7 +1212,7 @@ def test_a_resumed_run_says_what_it_does_otherwise(start, cut, capsys):
 
 
 def test_a_best_model_that_was_not_kept_bars_none_of_the_later_ones(start, tmp_path, monkeypatch, capsys):
-    """A run resumed with keep_best named the best of its steps without it, `kept in` a folder that was not."""
+    """A run resumed with keep_best named the best of its steps without it, in a folder that was not there."""
     accuracies = iter([0.9, 0.8, 0.5, 0.6, 0.7])
     accuracy = lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 4}  # noqa: E731
     monkeypatch.setattr(grpo_train, "held_out_accuracy", accuracy)
