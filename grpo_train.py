@@ -14,9 +14,9 @@ if __name__ == "__main__":
     end_on_interrupt()
     from running.grpo_config import Config
     from running.parsing import parse_early
-    from running.settings import refuse_folder
+    from running.settings import refuse_at_once
 
-    SETTINGS = parse_early(Config, __doc__, refuse_folder)  # before torch is imported, which takes seconds
+    SETTINGS = parse_early(Config, __doc__, refuse_at_once)  # before torch is imported, which takes seconds
 
 import math
 import statistics

@@ -11,10 +11,10 @@ from errors import end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
     from running.parsing import parse_early
-    from running.settings import refuse_folder
+    from running.settings import refuse_at_once
     from running.sft_config import Config
 
-    SETTINGS = parse_early(Config, __doc__, refuse_folder)  # before torch is imported, which takes seconds
+    SETTINGS = parse_early(Config, __doc__, refuse_at_once)  # before torch is imported, which takes seconds
 
 import json
 import math

@@ -126,7 +126,7 @@ def _asked(where, row):
     question, asked, _ = question_of(where, row, column) if column else ("", {}, "")
     if not question.strip():
         there = f" (columns: {', '.join(map(str, row))})" if isinstance(row, dict) else ""
-        raise DataError(f"{where}: is not an object with a {' or '.join(names)}{there}")
+        raise DataError(f"{where}: has no question in a column {' or '.join(names)}{there}")
     return Problem(question, "", id=where, **asked)
 
 

@@ -60,7 +60,7 @@ def load_problems(dataset, split="train", columns=None, *, also=None, limit=None
             raise DataError("arithmetic is generated and has no columns: leave the *_column settings out")
         seed = TEST_SEED if split == "test" else seed
         return arithmetic_problems(split, ARITHMETIC_SIZES[split], seed, limit)
-    paths = _data_files(dataset, split)
+    paths = data_files(dataset, split)
     if dataset == GIVEN:
         raise DataError("the rows of this data set were given in Python: name a file or a hub id")
     rows = itertools.chain.from_iterable(map(file_rows, paths)) if paths else _hub_rows(dataset, split)
@@ -137,7 +137,7 @@ def _names_there(rows, columns, also):
     return columns | {field: name for field, name in also.items() if name in there and not columns.get(field)}
 
 
-def _data_files(dataset, split):
+def data_files(dataset, split):
     """The files of a split, in the order of their rows; none where the name may be that of a hub data set."""
     path = Path(dataset)
     if path.is_dir():

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from errors import counted
+from errors import counted, one_line
 from reporting.files import read_records, read_yaml, write_records, write_whole
 from reporting.page import write_report
 from reporting.plots import draw_evaluation, or_warn
 from reporting.statistics import over_questions, sampled_statistics, scores_of
 
+MOST_VALUES = 12  # of a column, for which a table has rows; report.json and the page have all
 GRADES = ("strict-match", "flexible-extract")  # lm-evaluation-harness's names
 
 
@@ -152,6 +153,19 @@ def told(report, folder):
     return lines
 
 
+def _rows_by_column(sides):
+    """Rows of `_table`: the accuracy of each value of a column, where it has few enough to be read."""
+    report, rows = next(iter(sides.values())), []
+    for key in (key for key in report if key.startswith("accuracy_by_") and len(report[key]) <= MOST_VALUES):
+        for value, group in report[key].items():
+            row = [f"{key.removeprefix('accuracy_by_')} {one_line(value, 40)} ({group['questions']})"]
+            for found in (side[key][value] for side in sides.values()):
+                low, high = found["ci95"]
+                row += [f"{found['accuracy']:.3f}", f"{low:.3f} to {high:.3f}"]
+            rows.append(row)
+    return rows
+
+
 def _table(sides):
     """Lines of a table: each measure with its 95% interval for each side, {label: report}, and the counts."""
     report = next(iter(sides.values()))
@@ -164,6 +178,7 @@ def _table(sides):
             value, low, high = side[key] if "@" in key else (side[key], *side[f"{key}_ci95"])
             row += [f"{value:.3f}", f"{low:.3f} to {high:.3f}"]
         rows.append(row)
+    rows += _rows_by_column(sides)
     answers = report["questions"] * report["samples_per_question"]
     for key, whole in (
         ("skipped", f"of {counted(report['questions'], 'question')}"),

@@ -182,14 +182,17 @@ def _accuracy_pairs(lines):
     evaluated = [line for line in lines if "eval_accuracy" in line]
     if not evaluated:
         return []
-    last, best = evaluated[-1], max(evaluated, key=lambda line: line["eval_accuracy"])
+    last, before = evaluated[-1], lines[0].get("eval_accuracy_before")
+    start = [] if before is None else [(before, 0)]  # the best of equals is the first, as with keep_best
+    measured = start + [(line["eval_accuracy"], line["step"]) for line in evaluated]
+    best, best_step = max(measured, key=lambda pair: pair[0])
     accuracy, questions = last["eval_accuracy"], last["eval_questions"]
     low, high = clopper_pearson(round(accuracy * questions), questions)
-    before = f"{lines[0]['eval_accuracy_before']:.3f} → " if "eval_accuracy_before" in lines[0] else ""
-    text = f"{before}{accuracy:.3f} ({low:.3f}–{high:.3f}) of {questions}, after step {last['step']}"
+    text = f"{before:.3f} → " if start else ""
+    text += f"{accuracy:.3f} ({low:.3f}–{high:.3f}) of {questions}, after step {last['step']}"
     pairs = [("held-out accuracy", text)]
-    if best["step"] != last["step"]:
-        pairs.append(("best", f"{best['eval_accuracy']:.3f} after step {best['step']}"))
+    if best_step != last["step"]:
+        pairs.append(("best", f"{best:.3f} after step {best_step}"))
     return pairs
 
 

@@ -214,7 +214,9 @@ class Checkpoints:
             is_last = finished_steps(self.folder / FINISHED) == step_of(path)
             if not (is_last and lengthens(self.config, differ)):
                 problem = refusal(self.config, state, differ)
-            elif not self.config.resume_anyway:
+            if differ and not problem and self.config.resume_anyway:
+                self.run.say(f"going on although this is not what the run was: {shown(differ)}")
+            elif differ and not problem:
                 self.run.say(f"going on longer than the run was to be: {shown(differ)}; {self._of_rates()}")
         raise_on_all(SettingError("resume", str(path), problem) if problem else None)
 

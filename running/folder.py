@@ -231,12 +231,14 @@ def save_adapter(model, folder):
     state = peft.get_peft_model_state_dict(model, adapter_name="default")
     # peft loads adapters into a PeftModel, which wraps the model and so puts this in front of each name
     state = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
-    save_file(state, folder / "adapter_model.safetensors")
+    weights = folder / "adapter_model.safetensors"
+    save_file(state, weights)
     base, settings = model.name_or_path or None, copy.copy(model.peft_config["default"])
     is_folder = base is not None and Path(base).is_dir()
     settings.base_model_name_or_path = str(Path(base).resolve()) if is_folder else base
     settings.task_type = "CAUSAL_LM"
     settings.save_pretrained(folder)
+    shutil.copymode(folder / "adapter_config.json", weights)  # safetensors leaves it to its owner alone
 
 
 def save_model(model, tokenizer, folder, dtype, state=None):
@@ -276,5 +278,6 @@ def save_model(model, tokenizer, folder, dtype, state=None):
         path.unlink(missing_ok=True)
     # config.json last: without it the folder is no model
     for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):
+        shutil.copymode(temporary / "config.json", file)  # safetensors leaves weights to their owner alone
         os.replace(file, folder / file.name)
     temporary.rmdir()

@@ -16,7 +16,16 @@ from learning.parallel import first_over_processes, max_over_processes, raise_on
 from reporting.files import FINISHED, read_run_config
 from running.checkpoint import Checkpoints, checkpoints
 from running.contract import differences, finished_note, lengthens, refusal, shown
-from running.folder import files_of_model, finish, lock_folder, refuse_used, save_best, start_logs, upload
+from running.folder import (
+    BEST,
+    files_of_model,
+    finish,
+    lock_folder,
+    refuse_used,
+    save_best,
+    start_logs,
+    upload,
+)
 from running.launching import folder_of_first, seconds_since_start, start_processes
 from running.locks import forget
 from running.log import MetricsLog, open_page
@@ -103,6 +112,7 @@ class Run:
         state = self.checkpoints.resume() if self.config.resume else None
         if state is not None:
             self.progress = Progress.from_state(state)
+            self._forget_lost_best()
             self._note_training_time()
             renew_rates(learner.schedule, learner.optimizer)
         self.saved_step = self.progress.step
@@ -113,6 +123,13 @@ class Run:
         if self.config.fsdp and self.accelerator.num_processes == 1:
             self.say("note: fsdp shards nothing on one process")
         self.log = MetricsLog(self)
+
+    def _forget_lost_best(self):
+        """keep_best: an accuracy whose model was not kept in best/ must not bar later ones."""
+        is_lost = self.config.keep_best and not (self.folder / "best" / BEST).exists()
+        if first_over_processes(is_lost and self.accelerator.is_main_process):
+            self.say("note: no earlier model was kept in best: keep_best keeps the best from here on")
+            self.progress.best, self.progress.best_step = -1.0, None
 
     def _is_done(self, note):
         """Whether a finished run has nothing left to do; refused where it was another run.

@@ -13,6 +13,7 @@ from typing import Literal
 from answers.formats import ANSWER_FORMATS
 from errors import SettingError, too_old
 from problems.prompts import Prompting, system_prompt_text
+from problems.sources import data_files
 from reporting.files import FINISHED, LOGS, read_metrics
 from rewards import GRADINGS
 from running.parsing import named_and_typed
@@ -483,6 +484,12 @@ def check_prompting(config):
     check_one_of(config, "grading", GRADINGS)
     object.__setattr__(config, "system_prompt", system_prompt_text(config))
     Prompting.of(config)
+
+
+def refuse_at_once(config):
+    """Refuse before torch is loaded: an output_dir in use, a data file that is not there."""
+    refuse_folder(config)
+    data_files(config.dataset, config.split)
 
 
 def refuse_folder(config):

@@ -144,6 +144,8 @@ def test_accuracy_by_any_column_of_the_data(tokenizer, tmp_path):
         "plus": 3,
     }
     assert len(report["accuracy_by_digits"]) == 6
+    words = [line.split() for line in told(report, folder)]
+    assert ["operation", "minus", "(3)", "0.000", "0.000", "to", "0.708"] in words, "the table left --by out"
     assert (folder / "curves.png").exists()
     with pytest.raises(SettingError, match="no such column.*there are: digits, operation"):
         grpo_eval.evaluate(grpo_eval.Config(name="f", by=["topic"], **flags))

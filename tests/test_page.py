@@ -114,6 +114,18 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     assert data["settings"] == {"model": "tiny", "m3po_lambda": 0.1}
 
 
+def test_the_best_of_equal_accuracies_is_the_first_as_it_is_kept_in_best():
+    """The page named step 5, and the run's last line the start, whose model was in best/."""
+
+    def best(*first):
+        lines = [dict(line, eval_accuracy=0.5, eval_questions=4, train_seconds=1.0) for line in first]
+        return dict(summary(lines, {"questions": []})).get("best")
+
+    assert best({"step": 5, "eval_accuracy_before": 0.5}, {"step": 10}) == "0.500 after step 0"
+    assert best({"step": 5, "eval_accuracy_before": 0.4}, {"step": 10}) == "0.500 after step 5"
+    assert best({"step": 5}) is None
+
+
 def test_a_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 0.5, "perplexity": 1.6, "train_seconds": 1.0}\n{"step": 2, "lo'

@@ -968,6 +968,14 @@ def test_a_save_leaves_no_weights_of_another_in_its_place(start, tokenizer, tmp_
     assert not (tmp_path / "adapter_config.json").exists()
 
 
+def test_who_may_read_a_models_settings_may_read_its_weights(tokenizer, tmp_path):
+    """safetensors writes files of mode 0600: a colleague with the folder could not load the model."""
+    run_folder.save_model(build_model("qwen2", tokenizer), tokenizer, tmp_path, torch.float32)
+    (tmp_path / "mine").touch()
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == modes["mine"]
+
+
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
 def test_the_start_is_the_best_until_something_is_better(script, start, tmp_path, monkeypatch, capsys):
     """There was no best/ at all where nothing was better; of a supervised run it was the first evaluated."""
@@ -1193,6 +1201,27 @@ def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, c
     rates = [json.loads(line)["learning_rate"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
     assert max(rates[:2]) > 1e-3
     assert 0 < max(rates[2:]) <= 1e-4, "the new rate is used"
+
+
+def test_a_resumed_run_says_what_it_does_otherwise(start, cut, capsys):
+    """With resume_anyway it went on without a word of the settings that were not the checkpoint's."""
+    grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, weight_decay=0.5))
+    assert "not what the run was: weight_decay 0.0 there, 0.5 here\n" in capsys.readouterr().out
+    grpo_train.train(settings_of(start, cut, resume=True, weight_decay=0.5))
+    assert "not what the run was" not in capsys.readouterr().out
+
+
+def test_a_best_model_that_was_not_kept_bars_none_of_the_later_ones(start, tmp_path, monkeypatch, capsys):
+    """A run resumed with keep_best named the best of its steps without it, in a folder that was not there."""
+    accuracies = iter([0.9, 0.8, 0.5, 0.6, 0.7])
+    accuracy = lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 4}  # noqa: E731
+    monkeypatch.setattr(grpo_train, "held_out_accuracy", accuracy)
+    out, more = tmp_path / "out", dict(eval_every=1, outer_iterations=1, num_steps=3)
+    run(settings_of(start, out, **more), kill_at=2, monkeypatch=monkeypatch)
+    run(settings_of(start, out, **more, keep_best=True, resume=True, resume_anyway=True))
+    assert json.loads((out / "best" / "best.json").read_text()) == {"step": 3, "eval_accuracy": 0.7}
+    assert (out / "best" / "model.safetensors").exists()
+    assert "no earlier model was kept in best" in capsys.readouterr().out
 
 
 def test_another_number_of_processes_is_refused(start, cut):

@@ -142,8 +142,8 @@ def test_a_flag_that_is_given_twice_is_refused(flags, line):
 
 
 @pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py"])
-def test_a_folder_in_use_is_refused_before_torch_is_imported(script, tmp_path):
-    """The first line named the other run's page; the refusal came after ten seconds of imports."""
+def test_a_folder_in_use_and_missing_data_are_refused_before_torch_is_imported(script, tmp_path):
+    """The first line named a page that never came; the refusal came after ten seconds of imports."""
     (tmp_path / "torch.py").write_text("raise SystemExit(99)\n")
     used = tmp_path / "out"
     used.mkdir()
@@ -154,6 +154,14 @@ def test_a_folder_in_use_is_refused_before_torch_is_imported(script, tmp_path):
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "holds a run already: choose another" in done.stderr
+    words = [sys.executable, script, "--output_dir", str(tmp_path / "new"), "--dataset"]
+    for data, why in (
+        ("gone.jsonl", "gone.jsonl: there is no such file"),
+        ("docs", "docs: has no train.jsonl"),
+    ):
+        done = subprocess.run([*words, data], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert why in done.stderr
 
 
 def help_of(config_class, monkeypatch, capsys):

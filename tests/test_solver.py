@@ -121,7 +121,7 @@ def test_a_file_of_questions_is_read_as_data_is(name, text, expected, tmp_path):
     ("text", "words"),
     [
         ('{"query": "a", "answer": 1}', r"question or .* \(columns: query, answer\)"),
-        ('["a"]', "is not an object with a question"),
+        ('["a"]', "has no question in a column question or"),
         ('{"question": " "}', r"question or .* \(columns: question\)"),
         ('{"prompt": [{"role": "system", "content": "a"}]}', "column 'prompt' holds no message of the user"),
     ],
