@@ -126,7 +126,8 @@ class Run:
 
     def _forget_lost_best(self):
         """keep_best: an accuracy whose model was not kept in best/ must not bar later ones."""
-        is_lost = self.config.keep_best and not (self.folder / "best" / BEST).exists()
+        was_kept = self.progress.best < 0 or (self.folder / "best" / BEST).exists()
+        is_lost = self.config.keep_best and not was_kept
         if first_over_processes(is_lost and self.accelerator.is_main_process):
             self.say("note: no earlier model was kept in best: keep_best keeps the best from here on")
             self.progress.best, self.progress.best_step = -1.0, None

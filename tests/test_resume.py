@@ -1548,3 +1548,11 @@ def test_a_warm_start_that_a_killed_run_left_alone_is_overwritten_too(start, tmp
         grpo_train.train(settings_of(start, out, overwrite_output_dir=True))
     logs = ["metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"]
     assert sorted(contents(out)) == sorted([*logs, ".lock", "run_config.yaml"])
+
+
+def test_a_run_that_measured_nothing_yet_misses_no_best_model(start, tmp_path, monkeypatch, capsys):
+    out, more = tmp_path / "out", dict(outer_iterations=1, num_steps=3)
+    run(settings_of(start, out, **more, eval_every=0), kill_at=2, monkeypatch=monkeypatch)
+    run(settings_of(start, out, **more, eval_every=1, keep_best=True, resume=True, resume_anyway=True))
+    assert "no earlier model was kept" not in capsys.readouterr().out
+    assert (out / "best" / "best.json").exists()
