@@ -14,10 +14,10 @@ from errors import end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
-    from running.eval_config import Config
+    from running.eval_config import Config, refuse_at_once
     from running.parsing import parse_early
 
-    SETTINGS = parse_early(Config, __doc__)  # before torch is imported, which takes seconds
+    SETTINGS = parse_early(Config, __doc__, refuse_at_once)  # before torch is imported, which takes seconds
 
 import hashlib
 import json
@@ -61,7 +61,7 @@ from reporting.evaluation import forget_answers, skipped_record, summarise, told
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, equal_by_meaning, right_answers
-from running.eval_config import Config
+from running.eval_config import Config, refuse_untrained
 from running.evaluation import complete_interacting
 from running.folder import lock_folder
 from running.launching import (
@@ -119,15 +119,6 @@ def trained_with(model):
     """
     trained = read_run_config(model)
     return {"trained": {name: trained.get(name) for name in TRAINED_WITH}} if "seed" in trained else {}
-
-
-def refuse_untrained(config, start):
-    """Refuse the model that is evaluated by default where nothing was trained yet."""
-    if config.model == Config.model and not Path(start).exists():
-        remedy = (
-            "is not here yet: train it with python grpo_train.py, or give a folder or a hub id as --model"
-        )
-        raise SettingError("model", config.model, remedy)
 
 
 class LocalModel:

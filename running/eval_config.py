@@ -11,7 +11,17 @@ from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from problems.prompts import saved_system_prompt, system_prompt_text
 from reporting.files import read_run_config
-from running.settings import FIRST, PRECISIONS, check, check_one_of, check_prompting, setting, settings_class
+from running.settings import (
+    FIRST,
+    PRECISIONS,
+    check,
+    check_one_of,
+    check_prompting,
+    refuse_missing_data,
+    refuse_missing_model,
+    setting,
+    settings_class,
+)
 
 
 def from_training(default, text, **roles):
@@ -285,6 +295,28 @@ class Config:
         check(self, "num_samples", lambda v: v == 1 or not is_asked, remedy)
         check(self, "top_p", lambda v: v == 1 or not is_asked, remedy)
         check(self, "top_k", lambda v: v == 0 or not is_asked, remedy)
+
+
+def refuse_at_once(config):
+    """Refuse before torch is loaded: a model, a file of questions or of data that is not there."""
+    if config.compare:
+        return
+    if config.api is None:
+        refuse_untrained(config, config.model)
+        refuse_missing_model(config.model)
+    if config.questions is not None and not Path(config.questions).exists():
+        raise SettingError("questions", config.questions, "there is no such file")
+    if not config.answers_on_stdout:
+        refuse_missing_data(config)
+
+
+def refuse_untrained(config, start):
+    """Refuse the model that is evaluated by default where nothing was trained yet."""
+    if config.model == Config.model and not Path(start).exists():
+        remedy = (
+            "is not here yet: train it with python grpo_train.py, or give a folder or a hub id as --model"
+        )
+        raise SettingError("model", config.model, remedy)
 
 
 def can_be_file(path):

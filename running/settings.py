@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
-from errors import SettingError, too_old
+from errors import SettingError, is_path, too_old
 from problems.prompts import Prompting, system_prompt_text
 from problems.sources import data_files
 from reporting.files import FINISHED, LOGS, read_metrics
@@ -487,8 +487,21 @@ def check_prompting(config):
 
 
 def refuse_at_once(config):
-    """Refuse before torch is loaded: an output_dir in use, a data file that is not there."""
+    """Refuse before torch is loaded: an output_dir in use, a model or a data file that is not there."""
     refuse_folder(config)
+    if not config.resume:  # which has the weights
+        refuse_missing_model(config.model)
+    refuse_missing_data(config)
+
+
+def refuse_missing_model(name):
+    if is_path(name) and not Path(name).exists():
+        raise SettingError(
+            "model", name, "there is no such folder: give one, or a hub id that can be reached"
+        )
+
+
+def refuse_missing_data(config):
     if config.dataset != "arithmetic":  # which is generated, whatever lies here
         data_files(config.dataset, config.split)
 

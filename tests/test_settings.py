@@ -164,6 +164,34 @@ def test_a_folder_in_use_and_missing_data_are_refused_before_torch_is_imported(s
         assert why in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("grpo_train.py --model ./gone", "model='./gone': there is no such folder"),
+        ("sft_train.py --model ./gone", "model='./gone': there is no such folder"),
+        ("grpo_eval.py --model ./gone", "model='./gone': there is no such folder"),
+        ("grpo_eval.py", "model='grpo_finetuned_model': is not here yet: train it with"),
+        ("grpo_eval.py --ask Why?", "model='grpo_finetuned_model': is not here yet: train it with"),
+        ("grpo_eval.py --model tiny --dataset gone.csv", "gone.csv: there is no such file"),
+        ("grpo_eval.py --model tiny --questions gone.txt", "questions='gone.txt': there is no such file"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_torch_is_imported(command, line, tmp_path):
+    """An evaluation where nothing was trained yet took four seconds to say so."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(99)\n")
+    script, *flags = command.split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{script}: {line}")
+
+
 def help_of(config_class, monkeypatch, capsys):
     """--help, one line an entry: {flag: its line}, and its whole text."""
     monkeypatch.setenv("COLUMNS", "5000")
