@@ -228,7 +228,7 @@ def _csv_rows(path, text):
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     rows = []
     try:
-        names = reader.fieldnames or ()
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:  # the last would win silently
             raise DataError(f"{path} line 1: has more than one column {repeated[0]!r}")

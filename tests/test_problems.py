@@ -190,6 +190,13 @@ def test_the_shards_of_a_split_are_read_in_their_order(suffix, tmp_path):
         load_problems(str(tmp_path), "train")
 
 
+def test_blanks_around_the_names_of_columns_do_not_count(tmp_path):
+    """As people write a header by hand; it said that the file has no column answer, and named one."""
+    (tmp_path / "a.csv").write_text("question , answer\nQ, 12\n")
+    [problem] = load_problems(str(tmp_path / "a.csv"))
+    assert (problem.question, problem.answer) == ("Q", "12")
+
+
 @pytest.mark.parametrize("other", ["train.csv", "train-00000-of-00001.jsonl", "train-00000-of-00002.jsonl"])
 def test_a_split_that_is_there_twice_is_refused(other, tmp_path):
     """The .jsonl was read, and the other file left without a word."""
