@@ -1,6 +1,7 @@
 """Model families: a loaded model gives what an uncached forward on ids gives, or is refused in one line."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,6 +168,24 @@ def test_a_model_that_scores_otherwise_in_train_mode_is_refused(start, words, wi
     with_forward(otherwise)
     with pytest.raises(SettingError, match="other logits in train mode than in evaluation"):
         load_policy(settings(), start("Qwen3"), words, CPU)
+
+
+@pytest.mark.parametrize(("noise", "is_refused"), [(2**-8, False), (0.5, True)])
+def test_a_model_that_rounds_otherwise_in_train_mode_is_trained(
+    start, words, with_forward, noise, is_refused
+):
+    """As Falcon-H1 and Mamba-2 do, by the fused kernels that they have in train mode alone. LoRA in bf16 was
+    held to float32's tolerance there.
+    """
+
+    def otherwise(honest, body, input_ids, inputs_embeds, **more):
+        embeds = body.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return honest(body, inputs_embeds=embeds + noise * body.training * embeds.flip(-1), **more)
+
+    with_forward(otherwise)
+    model = load_model(start("Qwen3"), words, torch.bfloat16, CPU)
+    with pytest.raises(SettingError, match="in train mode") if is_refused else nullcontext():
+        check_train_mode(model.train(), "falcon")
 
 
 def test_whatever_a_models_own_code_raises_is_one_line(start, words, monkeypatch):
