@@ -390,6 +390,18 @@ def test_heads_that_scale_or_cap_are_scored_as_they_are(start, words, shape):
     assert torch.allclose(logp, out.logp, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", ["Mamba", "Mamba-2", "Falcon-Mamba"])
+def test_states_that_stay_float32_in_bf16_reach_the_head(start, words, shape):
+    """Their residual stream is float32 in a model of any dtype; on a card every such model was refused."""
+    model = load_model(start(shape), words, torch.bfloat16, CPU)
+    out = families.sampled(GroupDecoder(model, words))
+    add_adapters(model, settings(lora_r=2))
+    logp, _ = Scorer(model, GroupDecoder(model, words).tables)(out, torch.arange(len(out.ids)))
+    assert float((logp.detach() - out.logp).abs().max()) < 0.2
+    logp.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".lora_B" in n)
+
+
 def test_the_path_is_chosen_once(start, words, monkeypatch):
     decoder = GroupDecoder(loaded(start, words, "Qwen3"), words)
     decoder.choose_path()
