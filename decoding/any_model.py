@@ -32,7 +32,10 @@ def vocab_logits(model, hidden, tables=None):
 
 def head_output(model, hidden):
     """What the head gives (..., W), times the constant by which some families scale it."""
-    raw, config = model.get_output_embeddings()(hidden), model.config.get_text_config()
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if hidden.dtype == torch.float32:  # as Mamba's is in a model of any dtype
+        hidden = hidden.to(head.weight.dtype)
+    raw = head(hidden)
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale = scale * (getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite

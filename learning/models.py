@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from decoding.any_model import far_apart, model_body
+from decoding.any_model import far_apart, head_output, model_body
 from decoding.engine import say
 from decoding.self_test import (
     check_autocast,
@@ -319,7 +319,7 @@ def freeze_unreached(model):
     """
     ids = torch.tensor([probe_rows(model)[0]], device=model.device)
     states = model_body(model)(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False)
-    reached = set(leaves(model.get_output_embeddings()(states.last_hidden_state).grad_fn))
+    reached = set(leaves(head_output(model, states.last_hidden_state).grad_fn))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     frozen = [(name, p) for name, p in trained if id(p) not in reached and "expert" not in name]
     for _, parameter in frozen:

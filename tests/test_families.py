@@ -1,6 +1,7 @@
 """Model families: a loaded model gives what an uncached forward on ids gives, or is refused in one line."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,6 +168,24 @@ def test_a_model_that_scores_otherwise_in_train_mode_is_refused(start, words, wi
     with_forward(otherwise)
     with pytest.raises(SettingError, match="other logits in train mode than in evaluation"):
         load_policy(settings(), start("Qwen3"), words, CPU)
+
+
+@pytest.mark.parametrize(("noise", "is_refused"), [(2**-8, False), (0.5, True)])
+def test_a_model_that_rounds_otherwise_in_train_mode_is_trained(
+    start, words, with_forward, noise, is_refused
+):
+    """As Falcon-H1 and Mamba-2 do, by the fused kernels that they have in train mode alone. LoRA in bf16 was
+    held to float32's tolerance there.
+    """
+
+    def otherwise(honest, body, input_ids, inputs_embeds, **more):
+        embeds = body.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return honest(body, inputs_embeds=embeds + noise * body.training * embeds.flip(-1), **more)
+
+    with_forward(otherwise)
+    model = load_model(start("Qwen3"), words, torch.bfloat16, CPU)
+    with pytest.raises(SettingError, match="in train mode") if is_refused else nullcontext():
+        check_train_mode(model.train(), "falcon")
 
 
 def test_whatever_a_models_own_code_raises_is_one_line(start, words, monkeypatch):
@@ -369,6 +388,28 @@ def test_heads_that_scale_or_cap_are_scored_as_they_are(start, words, shape):
     assert families.furthest(plain, words, out, out.logp) < 1e-4
     logp, _ = Scorer(model, decoder.tables)(out, torch.arange(len(out.ids)))
     assert torch.allclose(logp, out.logp, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["Mamba", "Mamba-2", "Falcon-Mamba"])
+def test_states_that_stay_float32_in_bf16_reach_the_head(start, words, shape):
+    """Their residual stream is float32 in a model of any dtype; on a card every such model was refused."""
+    model = load_model(start(shape), words, torch.bfloat16, CPU)
+    out = families.sampled(GroupDecoder(model, words))
+    add_adapters(model, settings(lora_r=2))
+    logp, _ = Scorer(model, GroupDecoder(model, words).tables)(out, torch.arange(len(out.ids)))
+    assert float((logp.detach() - out.logp).abs().max()) < 0.2
+    logp.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".lora_B" in n)
+
+
+def test_states_outside_the_cache_are_found_in_bf16(start, words):
+    """RecurrentGemma's stay in its modules when rows leave or repeat: a fault of 0.13 of the logits, which
+    passed for rounding in bf16. Sampling was another policy than the one that was scored.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = GroupDecoder(load_model(start("RecurrentGemma"), words, dtype, CPU), words)
+        decoder.choose_path()
+        assert type(decoder.engine.backbone) is UncachedBackbone
 
 
 def test_the_path_is_chosen_once(start, words, monkeypatch):
