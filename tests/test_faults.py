@@ -237,7 +237,12 @@ def test_ctrl_c_while_python_imports_is_one_line(script, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGINT)\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, script], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        [sys.executable, script, "--model", "tiny"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (130, f"{script}: stopped by SIGINT while it was loading\n")
     assert done.stdout.count("\n") == 1, "something is said before torch is there"
