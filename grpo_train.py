@@ -72,8 +72,8 @@ SHOWN = {
     "grad_norm": "grad {:.2g}",
     "entropy": "entropy {:.2g}",
 }
-OF_THE_RUN = ("step", "bad_examples", "train_seconds", "step_seconds", "rollout_seconds", "reward_seconds")
-OF_THE_RUN += ("update_seconds",)
+OF_THE_RUN = ("step", "epoch", "bad_examples", "train_seconds", "step_seconds", "rollout_seconds")
+OF_THE_RUN += ("reward_seconds", "update_seconds")
 
 
 def given_rewards(config, functions):
@@ -366,7 +366,8 @@ def sample(run, decoder, batch, step, groups=None, retry=0):
         decoder, lambda: sample_groups(run.config, decoder, batch, step, groups, retry)
     )
     if sampled is not None:
-        sampled.trainer_state = trainer_state(run.progress.step, run.total, run.config.num_epochs)
+        epoch = run.progress.problems_drawn / run.problems_of_a_pass
+        sampled.trainer_state = trainer_state(run.progress.step, run.total, epoch, run.config.num_epochs)
     return sampled
 
 

@@ -133,15 +133,9 @@ def sampled_over_trained(steps, batch):
     return sampled / max(1, sum(step["scored_completions"] for step in steps))
 
 
-def problems_of(log):
-    """How many problems GRPO trained on, by what it said."""
-    return int(re.findall(r"(\d+) problems? to train on", log.read_text())[-1])
-
-
-def new_until(seconds, problems, batch_size):
-    """The minutes at which the first pass over the problems is over. seconds: at the end of each step."""
-    steps = max(1, problems // batch_size)
-    return round(seconds[min(steps, len(seconds)) - 1] / 60, 3)
+def new_until(seconds, epochs):
+    """The minutes at which the first pass over the problems is over. Both given a step, at its end."""
+    return round(max([second for second, epoch in zip(seconds, epochs, strict=True) if epoch <= 1]) / 60, 3)
 
 
 def curve(seconds, right):
@@ -231,7 +225,7 @@ def checked(parser, argv=None):
     import yaml
 
     settings = yaml.safe_load("\n".join(recipe_lines(args)))
-    args.precision, args.batch_size = settings.get("precision", "bf16"), settings["batch_size"]
+    args.precision = settings.get("precision", "bf16")
     if args.answer_tokens is None:
         args.answer_tokens = max(300, settings.get("max_completion_length", 0))
     args.work.mkdir(parents=True, exist_ok=True)
@@ -251,9 +245,9 @@ def main():
         made = train(args, seed, out)
         runs[seed] = summary(out, made)
         cards.append(made["card"])
-        right, ends = [step["correct"] for step in read_steps(out)], list(made["moments"].values())
-        curves[f"ours, seed {seed}"] = curve(ends, right)
-        new[f"ours, seed {seed}"] = new_until(ends, problems_of(out.with_suffix(".log")), args.batch_size)
+        ends, steps = list(made["moments"].values()), read_steps(out)
+        curves[f"ours, seed {seed}"] = curve(ends, [step["correct"] for step in steps])
+        new[f"ours, seed {seed}"] = new_until(ends, [step["epoch"] for step in steps])
         reports[seed] = evaluations(out, f"seed_{seed}", args)
     case = f"speedrun-{args.minutes:g}min"
     more = dict(recipe=recipe_lines(args), curves=curves, new_until=new, cards=cards)

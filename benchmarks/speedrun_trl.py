@@ -74,9 +74,7 @@ def trained(args, seed, out):
     trainer.processing_class.save_pretrained(out)
     saved = seconds_since_start()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    problems = len(trainer.train_dataset)
-    note = {"seconds": clock.times, "saved": saved, "problems": problems, "logs": logs}
-    (out / "trl.json").write_text(json.dumps(note))
+    (out / "trl.json").write_text(json.dumps({"seconds": clock.times, "saved": saved, "logs": logs}))
     print(f"saved after {saved:.1f} s", flush=True)
 
 
@@ -231,7 +229,7 @@ def main():
         shares = [float(entry["rewards/right/mean"]) for entry in note["logs"]]
         label = f"TRL with {args.sampler}, seed {seed}"
         curves[label] = curve(note["seconds"][1:], shares)
-        new[label] = new_until(note["seconds"][1:], note["problems"], settings["batch_size"])
+        new[label] = new_until(note["seconds"][1:], [float(entry["epoch"]) for entry in note["logs"]])
     more = dict(recipe=recipe_lines(args), curves=curves, new_until=new, cards=cards)
     more["trl_settings"] = args.trl_settings
     if args.sampler == "vllm":

@@ -150,6 +150,8 @@ def summary(lines, evaluations):
         return []
     last, tenth = lines[-1], max(1, len(lines) // 10)
     pairs = [("steps", str(last["step"])), ("training", f"{last['train_seconds'] / 60:.1f} min")]
+    if "epoch" in last:
+        pairs.append(("passes over the problems", _passes(lines)))
     pairs += _accuracy_pairs(lines) + _paired_change(evaluations["questions"])
     for name, label in TRENDS.items():
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -158,6 +160,14 @@ def summary(lines, evaluations):
     pairs += _listening_pairs(lines)
     skipped = sum("skipped" in line for line in lines)
     return pairs + ([("steps skipped", str(skipped))] if skipped else [])
+
+
+def _passes(lines):
+    """How many, and from where on what is right in training says little of new problems."""
+    text = f"{lines[-1]['epoch']:.2g}"
+    again = next((line["step"] for line in lines if line.get("epoch", 0) > 1), None)
+    is_sampled = "correct" in lines[-1]
+    return text + (f"; from step {again} on, they were trained on before" if again and is_sampled else "")
 
 
 def _listening_pairs(lines):

@@ -82,6 +82,7 @@ def next_problems(problems, count, run):
 
     With problem_sampling pass_rate the order is that of `order_by_pass_rate`, which each step draws anew.
     """
+    run.problems_of_a_pass = len(problems)
     if draws_by_pass_rate(run.config):
         first = run.problems_drawn - run.progress.problems_drawn  # those that this step has had already
         run.problems_drawn += count
@@ -198,12 +199,12 @@ def note_pass_rates(run, problems, sampled, right):
     }
 
 
-def trainer_state(step=0, total=0, num_epochs=None):
+def trainer_state(step=0, total=0, epoch=0.0, num_epochs=None):
     """How far a run has come, as TRL's reward functions are told, in the words of transformers' TrainerState.
 
-    Importing that takes seconds where peft and bitsandbytes are installed.
+    epoch: passes over the problems. Importing TrainerState takes seconds where peft and bitsandbytes are
+    installed.
     """
-    epoch = step / total * (num_epochs or 1) if total else 0.0
     counts = dict(global_step=step, max_steps=total, epoch=epoch, num_train_epochs=num_epochs or 0)
     return SimpleNamespace(**counts, logging_steps=1, log_history=[])
 

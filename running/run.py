@@ -54,6 +54,7 @@ class Run:
         self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # progress.problems_drawn, and this step's
+        self.problems_of_a_pass = 1  # all of the training data; set when some are drawn
         self.steps_began = 0.0  # seconds on the clock of max_wall_minutes
         self.time_used = 0.0  # the share of the run's minutes that is over, of both limits the larger
 
@@ -204,7 +205,9 @@ class Run:
         progress.problems_drawn = self.problems_drawn
         progress.train_seconds += sum(self.seconds.values())
         self.seconds.setdefault("step_seconds", time.perf_counter() - self.step_began)
-        metrics = {"step": progress.step, **metrics, **self.seconds, "train_seconds": progress.train_seconds}
+        epoch = progress.problems_drawn / self.problems_of_a_pass
+        metrics = {"step": progress.step, "epoch": epoch, **metrics, **self.seconds}
+        metrics["train_seconds"] = progress.train_seconds
         is_bad = metrics.get("skipped") == NOT_FINITE
         progress.bad_steps = progress.bad_steps + 1 if is_bad else 0
         if is_bad:

@@ -114,6 +114,18 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     assert data["settings"] == {"model": "tiny", "m3po_lambda": 0.1}
 
 
+def test_the_page_says_from_where_on_problems_were_seen_before():
+    """What is right in training ran to 0.55 where new problems gave 0.41, and nothing said why."""
+
+    def passes(*epochs, **more):
+        lines = [dict(step=n, epoch=epoch, train_seconds=1.0, **more) for n, epoch in enumerate(epochs, 1)]
+        return dict(summary(lines, {"questions": []})).get("passes over the problems")
+
+    assert passes(0.5, 1.0, correct=0.1) == "1"
+    assert passes(0.5, 1.0, 1.5, correct=0.1) == "1.5; from step 3 on, they were trained on before"
+    assert passes(0.5, 1.0, 1.5) == "1.5", "supervised training samples nothing"
+
+
 def test_the_best_of_equal_accuracies_is_the_first_as_it_is_kept_in_best():
     """The page named step 5, and the run's last line the start, whose model was in best/."""
 

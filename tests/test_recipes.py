@@ -177,6 +177,7 @@ def test_what_trl_tells_a_reward_is_told_here_and_what_it_logs_is_kept(recipe_st
         "    async def __call__(self, completions, subject, trainer_state, log_extra, log_metric, **k):\n"
         "        log_extra('subject', subject)\n"
         "        log_metric('progress', trainer_state.global_step / trainer_state.max_steps)\n"
+        "        log_metric('passes', trainer_state.epoch)\n"
         "        return [float(i) for i in range(len(completions))]\n"
         "mine = Mine()\n"
     )
@@ -184,6 +185,9 @@ def test_what_trl_tells_a_reward_is_told_here_and_what_it_logs_is_kept(recipe_st
     grpo_train.train(config_of("math_grpo", recipe_start, tmp_path / "out", grpo_train, **settings))
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [m["progress"] for m in metrics] == [0.0, 0.5]
+    assert [m["passes"] for m in metrics] == [0.0, metrics[0]["epoch"]], "of the finished steps"
+    drawn = [2 + m["replaced_groups"] for m in metrics]
+    assert [m["epoch"] for m in metrics] == [drawn[0] / 9, sum(drawn) / 9], "12 problems, 3 held out"
     assert metrics[0]["reward/Mine"] == 3.5
     rollouts = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
     for record in rollouts:

@@ -33,14 +33,9 @@ def test_sampled_over_trained_counts_the_pass_and_the_extra_rollouts(speedrun):
     assert speedrun.sampled_over_trained(steps, (4, 8)) == 2.0
 
 
-def test_the_curve_says_until_when_its_problems_are_new(speedrun, tmp_path):
-    """150 problems, 64 a step: two steps of the first pass."""
-    assert speedrun.new_until([30.0, 60.0, 90.0], 150, 64) == 1.0
-    assert speedrun.new_until([30.0, 60.0, 90.0], 7473, 64) == 1.5, "still new at the end"
-    (tmp_path / "log").write_text(
-        "   3.0 9 problems to train on\n  20.1 7473 problems to train on, 0 held out\n"
-    )
-    assert speedrun.problems_of(tmp_path / "log") == 7473
+def test_the_curve_says_until_when_its_problems_are_new(speedrun):
+    assert speedrun.new_until([30.0, 60.0, 90.0], [0.5, 1.0, 1.5]) == 1.0
+    assert speedrun.new_until([30.0, 60.0, 90.0], [0.1, 0.2, 0.3]) == 1.5, "still new at the end"
 
 
 def test_the_curve_is_over_the_minutes_of_the_clock(speedrun):
