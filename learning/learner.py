@@ -85,9 +85,12 @@ class Learner:
                     raise
                 raise NoRoomError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
         self.optimizer.zero_grad(set_to_none=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of")  # where the first step of all was skipped
+        if has_stepped:
             self.schedule.step()
+        else:  # not in each step: Python forgets then which warnings it has shown
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected call of")  # where it is the first step of all
+                self.schedule.step()
         self._note_step(has_stepped)
         return has_stepped, float(norm)
 

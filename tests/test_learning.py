@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -237,6 +238,20 @@ def test_a_first_step_that_is_skipped_warns_of_nothing():
     learner = small_learner(model)
     (model(torch.ones(2, 3)).sum() * math.nan).backward()
     assert not learner.step([torch.tensor(1.0)])[0]
+
+
+def test_a_warning_of_each_step_is_shown_once(monkeypatch):
+    """Python forgets what it has shown where filters change, and a reward function's came at every step."""
+    model, shown = torch.nn.Linear(3, 1), []
+    learner = small_learner(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *where: shown.append(str(message)))
+        for _ in range(3):
+            warnings.warn("of a reward", stacklevel=1)
+            model(torch.ones(2, 3)).sum().backward()
+            learner.step([torch.tensor(1.0)])
+    assert shown.count("of a reward") == 1
 
 
 def test_a_step_that_one_process_cannot_take_is_taken_by_none():
