@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import defaultdict
 from decimal import Decimal
+from functools import partial
 from numbers import Rational, Real
 from pathlib import Path
 
@@ -225,9 +226,12 @@ def _csv_rows(path, text):
     """Strict: an unclosed quote would swallow rows, a comma without quotes cut answers, silently."""
     csv.field_size_limit(1 << 30)
     # newline="" and no splitlines(), which also cuts at U+2028 and the like.
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    rows = []
+    read = partial(csv.DictReader, strict=True)
+    reader, rows = read(io.StringIO(text, newline="")), []
     try:
+        if any(name.startswith(" ") for name in reader.fieldnames or ()):
+            # as behind the commas of the rows, where a blank would make a quote part of the text
+            reader = read(io.StringIO(text, newline=""), skipinitialspace=True)
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:  # the last would win silently

@@ -197,6 +197,15 @@ def test_blanks_around_the_names_of_columns_do_not_count(tmp_path):
     assert (problem.question, problem.answer) == ("Q", "12")
 
 
+def test_blanks_behind_the_commas_of_a_header_may_stand_before_quotes_too(tmp_path):
+    """The quotes were part of the answer, and no answer was right."""
+    (tmp_path / "a.csv").write_text('question, "answer"\n"Ann, or Bob?", "Ann, Bob"\n')
+    [problem] = load_problems(str(tmp_path / "a.csv"))
+    assert (problem.question, problem.answer) == ("Ann, or Bob?", "Ann, Bob")
+    (tmp_path / "a.csv").write_text("prompt,answer\n a,b\n")
+    assert load_problems(str(tmp_path / "a.csv"))[0].question == " a", "a prompt is kept as it is"
+
+
 @pytest.mark.parametrize("other", ["train.csv", "train-00000-of-00001.jsonl", "train-00000-of-00002.jsonl"])
 def test_a_split_that_is_there_twice_is_refused(other, tmp_path):
     """The .jsonl was read, and the other file left without a word."""
