@@ -85,7 +85,8 @@ class Checkpoints:
             tensors |= {f"policy.{name}": weights[name] for name in names}
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / TENSORS)
         (temporary / STATE).write_text(json.dumps(self._state(numbers), indent=1) + "\n", encoding="utf-8")
-        shutil.copy(self.folder / "run_config.yaml", temporary)  # grpo_eval.py reads the format from it
+        # grpo_eval.py reads the format from it
+        shutil.copyfile(self.folder / "run_config.yaml", temporary / "run_config.yaml")
         for name in LOGS:
             _sync(self.folder / name)
         seal(temporary)

@@ -1,5 +1,6 @@
 """The folder of a run: refused, made, locked, and the models saved into it."""
 
+import contextlib
 import copy
 import json
 import os
@@ -137,7 +138,7 @@ def save_best(run):
     _save_policy(run, best)
     if run.accelerator.is_main_process:
         # grpo_eval.py reads the format from it
-        shutil.copy(run.folder / "run_config.yaml", best)
+        shutil.copyfile(run.folder / "run_config.yaml", best / "run_config.yaml")
         note = {"step": progress.best_step, "eval_accuracy": progress.best}
         write_whole(best / BEST, json.dumps(note) + "\n")
     run.say(f"best so far: {_best_of(run)}")
@@ -238,7 +239,13 @@ def save_adapter(model, folder):
     settings.base_model_name_or_path = str(Path(base).resolve()) if is_folder else base
     settings.task_type = "CAUSAL_LM"
     settings.save_pretrained(folder)
-    shutil.copymode(folder / "adapter_config.json", weights)  # safetensors leaves it to its owner alone
+    _share(weights, folder / "adapter_config.json")
+
+
+def _share(file, other):
+    """Who may read the other file may read this one: safetensors leaves weights to their owner alone."""
+    with contextlib.suppress(OSError):  # some mounted storage knows no modes
+        shutil.copymode(other, file)
 
 
 def save_model(model, tokenizer, folder, dtype, state=None):
@@ -278,6 +285,6 @@ def save_model(model, tokenizer, folder, dtype, state=None):
         path.unlink(missing_ok=True)
     # config.json last: without it the folder is no model
     for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):
-        shutil.copymode(temporary / "config.json", file)  # safetensors leaves weights to their owner alone
+        _share(file, temporary / "config.json")
         os.replace(file, folder / file.name)
     temporary.rmdir()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import grpo_train
 import sft_train
@@ -974,6 +975,18 @@ def test_who_may_read_a_models_settings_may_read_its_weights(tokenizer, tmp_path
     (tmp_path / "mine").touch()
     modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
     assert modes["model.safetensors"] == modes["config.json"] == modes["mine"]
+
+
+def test_a_model_is_saved_where_files_have_no_modes(tokenizer, tmp_path, monkeypatch):
+    """As on mounted object stores: a run that was over lost its model."""
+
+    def chmod(*given, **more):
+        raise PermissionError(1, "Operation not permitted")
+
+    model = build_model("qwen2", tokenizer)
+    monkeypatch.setattr(os, "chmod", chmod)
+    run_folder.save_model(model, tokenizer, tmp_path, torch.float32)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("script", [grpo_train, sft_train])
