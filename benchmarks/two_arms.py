@@ -28,6 +28,7 @@ def write_study(args, arms, asked, text, **base):
     study |= {"warm_start": {"config": start, "eval_every": 0}} if start else {}
     baseline, treatment = arms
     study |= dict(baseline=baseline, treatment=treatment, evaluations=asked, primary=asked[0]["name"])
+    study["secondary"] = [{"evaluation": one["name"], "measure": "mean"} for one in asked[1:]]
     (args.work / "study.md").write_text(text)
     (args.work / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
 
