@@ -188,7 +188,7 @@ def say_what_is_there(run):
         return run.say(f"the warm start is made: {folder}")
     if run.of_study and run.few_lines:
         return None  # the start of a seed, whose folder goes when its arms are trained
-    if run.config.keep_best:
+    if run.config.keep_best and run.progress.best >= 0:  # else it was lost, see Run._forget_lost_best
         run.say(f"best: {_best_of(run)}")
     data = run.config.dataset
     is_all_seen = data == GIVEN or Path(data).is_file()  # grpo_eval.py refuses to ask what was trained on

@@ -127,11 +127,13 @@ class Run:
 
     def _forget_lost_best(self):
         """keep_best: an accuracy whose model was not kept in best/ must not bar later ones."""
-        was_kept = self.progress.best < 0 or (self.folder / "best" / BEST).exists()
+        best, progress = self.folder / "best", self.progress
+        note = BEST if progress.best_step is not None else "config.json"  # earlier versions wrote no note
+        was_kept = progress.best < 0 or (best / note).exists()
         is_lost = self.config.keep_best and not was_kept
         if first_over_processes(is_lost and self.accelerator.is_main_process):
             self.say("note: no earlier model was kept in best: keep_best keeps the best from here on")
-            self.progress.best, self.progress.best_step = -1.0, None
+            progress.best, progress.best_step = -1.0, None
 
     def _is_done(self, note):
         """Whether a finished run has nothing left to do; refused where it was another run.

@@ -28,7 +28,7 @@ from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
 from running import checkpoint, evaluation, log, progress
 from running import folder as run_folder
-from running.checkpoint import checkpoints, damage
+from running.checkpoint import checkpoints, damage, seal
 from running.contract import data_fingerprint, finished_steps
 from running.launching import signals_to_hand_on
 from running.progress import Progress
@@ -1235,6 +1235,42 @@ def test_a_best_model_that_was_not_kept_bars_none_of_the_later_ones(start, tmp_p
     assert json.loads((out / "best" / "best.json").read_text()) == {"step": 3, "eval_accuracy": 0.7}
     assert (out / "best" / "model.safetensors").exists()
     assert "no earlier model was kept in best" in capsys.readouterr().out
+
+
+def test_a_best_model_of_an_earlier_version_is_kept(start, tmp_path, monkeypatch, capsys):
+    """They wrote no best.json, and so the next model took its place, however bad."""
+    accuracies = iter([0.9, 0.8, 0.5, 0.6, 0.7])
+    accuracy = lambda *args: {"eval_accuracy": next(accuracies), "eval_length": 1.0, "eval_questions": 4}  # noqa: E731
+    monkeypatch.setattr(grpo_train, "held_out_accuracy", accuracy)
+    out, more = tmp_path / "out", dict(eval_every=1, outer_iterations=1, num_steps=3, keep_best=True)
+    run(settings_of(start, out, **more), kill_at=2, monkeypatch=monkeypatch)
+    file = out / "checkpoint-1" / "training_state.json"
+    state = json.loads(file.read_text())
+    state["progress"]["best_step"] = None
+    file.write_text(json.dumps(state))
+    seal(file.parent)
+    (out / "best" / "best.json").unlink()
+    run(settings_of(start, out, **more, resume=True))
+    said = capsys.readouterr().out
+    assert "no earlier model was kept" not in said
+    assert "best: held-out accuracy 0.900 after an earlier step" in said
+    assert not (out / "best" / "best.json").exists()
+
+
+def test_a_lost_best_model_is_not_named_where_nothing_is_left_to_do(start, tmp_path, monkeypatch, capsys):
+    """The last line said: best: held-out accuracy -1.000."""
+    out, more = tmp_path / "out", dict(eval_every=1, outer_iterations=1, num_steps=1, keep_best=True)
+
+    def dying(run):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("running.run.finish", dying)
+        with pytest.raises(Killed):
+            grpo_train.train(settings_of(start, out, **more))
+    shutil.rmtree(out / "best")
+    run(settings_of(start, out, **more, resume=True))
+    assert "best: held-out" not in capsys.readouterr().out
 
 
 def test_another_number_of_processes_is_refused(start, cut):

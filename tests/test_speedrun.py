@@ -279,9 +279,7 @@ def test_the_study_of_precision_is_the_recipe_in_both(benchmark_module, tmp_path
     assert one.num_steps == other.num_steps == 30
     assert one.batch_size == other.batch_size == 64
     [greedy] = study.plan["secondary"]
-    assert greedy["evaluation"] == "greedy", (
-        "study.json has no greedy accuracy without, which the table shows"
-    )
+    assert greedy["evaluation"] == "greedy", "else study.json has no such accuracy"
 
 
 # Tables, and vLLM
