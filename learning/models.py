@@ -416,8 +416,8 @@ def _is_merged(model, layer, weight, adapters, plain):
     """Whether noise in a layer's adapters gives what the plain model gives with it merged.
 
     The noise is doubled until it shows in the logits, and there the two must differ by at most half of what
-    it changed. Not in float32 it may be doubled further until they do: rounding hides a small change, as of
-    keys with a large bias. plain: logits (L, V) without noise.
+    it changed; in float32 also by no more than rounding. Not in float32 it may be doubled further until they
+    do: rounding hides a small change, as of keys with a large bias. plain: logits (L, V) without noise.
     """
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randn(parameter.shape, generator=generator) for parameter in adapters]
@@ -439,8 +439,10 @@ def _is_merged(model, layer, weight, adapters, plain):
         if far_apart(ours.to(model.dtype), plain.to(model.dtype)) and far_apart(theirs, plain):
             is_heard, changed = True, min((ours - plain).norm(), (theirs - plain).norm())
             is_near = bool((ours - theirs).norm() <= changed / 2)
-            if is_near or model.dtype == torch.float32:
-                return is_near
+            if model.dtype == torch.float32:
+                return is_near and not far_apart(ours, theirs)
+            if is_near:
+                return True
     return not is_heard and not far_apart(ours, theirs)
 
 

@@ -349,11 +349,12 @@ def test_experts_that_stay_frozen_are_named(start, words, capsys):
     assert "stay frozen" in said
 
 
-def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(start, words, monkeypatch):
+@pytest.mark.parametrize("factor", [2, 1.3])
+def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(factor, start, words, monkeypatch):
     from peft.tuners.lora.layer import ParamWrapper
 
     honest = ParamWrapper.get_delta_weight
-    monkeypatch.setattr(ParamWrapper, "get_delta_weight", lambda *given: 2 * honest(*given))
+    monkeypatch.setattr(ParamWrapper, "get_delta_weight", lambda *given: factor * honest(*given))
     with pytest.raises(SettingError, match="with them merged"):
         load_policy(settings(lora_r=4, lora_target_modules=EXPERTS), start("Qwen3 MoE"), words, CPU)
 
