@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Literal
@@ -304,7 +305,7 @@ def refuse_at_once(config):
     if config.api is None:
         refuse_untrained(config, config.model)
         refuse_missing_model(config.model)
-    if config.questions is not None and not Path(config.questions).exists():
+    if config.questions is not None and not os.path.exists(config.questions):  # False where it is too long
         raise SettingError("questions", config.questions, "there is no such file")
     if not config.answers_on_stdout:
         refuse_missing_data(config)

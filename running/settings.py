@@ -495,7 +495,7 @@ def refuse_at_once(config):
 
 
 def refuse_missing_model(name):
-    if is_path(name) and not Path(name).exists():
+    if is_path(name) and not os.path.exists(name):
         raise SettingError(
             "model", name, "there is no such folder: give one, or a hub id that can be reached"
         )

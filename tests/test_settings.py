@@ -174,6 +174,7 @@ def test_a_folder_in_use_and_missing_data_are_refused_before_torch_is_imported(s
         ("grpo_eval.py --ask Why?", "model='grpo_finetuned_model': is not here yet: train it with"),
         ("grpo_eval.py --model tiny --dataset gone.csv", "gone.csv: there is no such file"),
         ("grpo_eval.py --model tiny --questions gone.txt", "questions='gone.txt': there is no such file"),
+        (f"grpo_eval.py --model tiny --questions {'Why?' * 70}", "questions='Why?Why?"),
     ],
 )
 def test_what_is_not_there_is_refused_before_torch_is_imported(command, line, tmp_path):
