@@ -64,7 +64,8 @@ def draw_speedruns(axes, colours):
         for run, curve in result["curves"].items():
             until = result["new_until"][run]
             new = [point for point in curve if point[0] <= until]
-            for points, style in ((new, "-"), (curve[max(0, len(new) - 1) :], ":")):
+            parts = ((new, "-"), (curve[max(0, len(new) - 1) :], ":"))
+            for points, style in ((points, style) for points, style in parts if points):
                 axes.plot(*zip(*points, strict=True), style, color=colour, lw=1.3, label=label)
                 label = "_"  # matplotlib's word for a line that the legend leaves out
         for m in cases.values():

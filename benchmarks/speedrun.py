@@ -135,7 +135,8 @@ def sampled_over_trained(steps, batch):
 
 def new_until(seconds, epochs):
     """The minutes at which the first pass over the problems is over. Both given a step, at its end."""
-    return round(max([second for second, epoch in zip(seconds, epochs, strict=True) if epoch <= 1]) / 60, 3)
+    new = [second for second, epoch in zip(seconds, epochs, strict=True) if epoch <= 1]
+    return round(max(new, default=0.0) / 60, 3)
 
 
 def curve(seconds, right):

@@ -36,6 +36,7 @@ def test_sampled_over_trained_counts_the_pass_and_the_extra_rollouts(speedrun):
 def test_the_curve_says_until_when_its_problems_are_new(speedrun):
     assert speedrun.new_until([30.0, 60.0, 90.0], [0.5, 1.0, 1.5]) == 1.0
     assert speedrun.new_until([30.0, 60.0, 90.0], [0.1, 0.2, 0.3]) == 1.5, "still new at the end"
+    assert speedrun.new_until([30.0, 60.0], [1.2, 2.4]) == 0.0, "a step had more problems than there are"
 
 
 def test_the_curve_is_over_the_minutes_of_the_clock(speedrun):
