@@ -303,7 +303,8 @@ def test_a_file_that_the_second_node_lacks_ends_both_with_the_same_line(two):
 @pytest.mark.slow
 def test_a_run_that_lies_on_another_node_than_the_first_is_not_begun_anew(two):
     (two[1] / "out" / "checkpoint-2").mkdir(parents=True)
-    nodes = start_nodes(two, "grpo_train.py", *FLAGS.split(), "--warm_start", "none", "--resume")
+    flags = FLAGS.replace("--warm_start warm.yaml", "--resume")
+    nodes = start_nodes(two, "grpo_train.py", *flags.split())
     printed = wait_for(nodes, two)
     assert all("holds a run, and the first node has none: start this node as" in text for text in printed), (
         printed
