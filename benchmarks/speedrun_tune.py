@@ -30,8 +30,9 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from learning_rates import QUESTIONS, hold_out
+from learning_rates import QUESTIONS
 from speedrun import card_id, read_steps, recipe_lines, sampled_over_trained
+from two_arms import hold_out_once
 
 from common import RESULTS, ROOT, write_results
 
@@ -47,8 +48,6 @@ from running.study_file import Evaluation
 
 NAME = "speedrun_tune"
 MOST_STEPS = 100_000
-# As Qwen's own evaluations ask
-SHORT = r"Please reason step by step, and put your final answer within \boxed{}."
 KL = {"beta": 0.005}
 BOXED = {"answer_format": "boxed", "warm_start": "none", "max_completion_length": 320}
 SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
@@ -106,17 +105,8 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "pass-rate-of-1500": {"problem_sampling": "pass_rate", "limit": 1500},
     # no supervised start: the model's own way of reasoning, in the format that it knows, is longer
     "boxed": BOXED,
-    "boxed-short-prompt": BOXED | {"system_prompt": SHORT},
-    "boxed-400": BOXED | {"max_completion_length": 400},
     "boxed-256": BOXED | {"max_completion_length": 256},
     "boxed-256-5e-6": BOXED | {"max_completion_length": 256, "learning_rate": 5e-6},
-    "boxed-3e-6": BOXED | {"learning_rate": 3e-6},
-    "boxed-5e-6": BOXED | {"learning_rate": 5e-6},
-    "boxed-lora-1e-4": BOXED | {"learning_rate": 1e-4, "lora_r": 32},
-    "boxed-batch-32": BOXED | {"batch_size": 32},
-    "boxed-kl": BOXED | {"beta": 0.005},
-    "boxed-pass-rate": BOXED | {"problem_sampling": "pass_rate"},
-    "boxed-correct-only": BOXED | {"reward_weights": [1.0, 0.0]},
     "start-half": {"start": {"num_epochs": 0.5}},
     "start-2": {"start": {"num_epochs": 2.0}},
     "start-2e-5": {"start": {"learning_rate": 2e-5}},
@@ -242,8 +232,7 @@ def main():
     length = f"{args.steps}steps" if args.steps else f"{args.minutes:g}min"
     args.name = args.name or f"{NAME}_{length}"
     began, loaded = time.monotonic(), Loaded()
-    if not (args.work / "data").exists():
-        hold_out(args.data, args.work / "data", args.questions)
+    hold_out_once(args)
     refused = set()
     for name, settings in variations(args, refused):
         if time.monotonic() - began >= 60 * args.stop_after:

@@ -37,9 +37,8 @@ from learning.precision import compute_dtype
 
 # State-space models whose kernels read the weight of out_proj without calling it; peft refuses it there.
 READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-ADAPTER_NOISE = [
-    0.01 * 2**i for i in range(8)
-]  # of adapters that are tried out, the next where one does not show
+# Of adapters that are tried out; the next where one does not show
+ADAPTER_NOISE = [0.01 * 2**i for i in range(8)]
 IS_ADAPTER = "holds a LoRA adapter, which counts on top of another model: give the merged model"
 IS_ADAPTER += " (for output_dir/adapter that is output_dir itself), or merge the two with peft first"
 
