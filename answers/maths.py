@@ -11,6 +11,8 @@ from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportion
 from answers.words import is_label
 
 LONGEST = 2000  # characters; no answer in MATH comes near it
+MODULUS_KEYS = {("command", "pmod"), ("command", "mod"), ("word", "mod")}
+MODULUS = ("word", "mod")
 MOST_MEMBERS = 40  # of a set whose members are compared each with each
 
 
@@ -55,12 +57,18 @@ def _compared(answer, reference, timeout):
 
 
 def _spelling(tokens):
-    r"""The tokens' keys, without braces around a single character: \pmod{7} is \pmod 7."""
+    r"""The tokens' keys, without braces around a single character: \pmod{7} is \pmod 7.
+
+    All ways to write a modulus are one: \pmod{12}, \pmod 12, \bmod 12 and (mod 12).
+    """
     keys = []
     for token in tokens:
-        keys.append(token.key)
-        if token.is_("}") and keys[-3:-2] == [("sign", "{")] and len(keys[-2][1]) == 1:
-            keys[-3:] = [keys[-2]]
+        keys.append(MODULUS if token.key in MODULUS_KEYS else token.key)
+        if token.is_("}") and keys[-3:-2] == [("sign", "{")]:
+            if len(keys[-2][1]) == 1 or keys[-4:-3] == [MODULUS]:
+                keys[-3:] = [keys[-2]]
+        elif token.is_(")") and keys[-4:-2] == [("sign", "("), MODULUS]:
+            keys[-4:] = keys[-3:-1]
     return keys
 
 

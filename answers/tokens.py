@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from answers.words import CURRENCIES
 
-CHARACTERS = {"−": "-", "⁄": "/", "٪": "%", "٫": ".", "٬": ",", "’": "'"}
+CHARACTERS = {"−": "-", "⁄": "/", "∕": "/", "∶": ":", "٪": "%", "٫": ".", "٬": ",", "’": "'"}
 SUPERSCRIPTS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "+-0123456789n")
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 UNICODE = {
@@ -16,13 +16,22 @@ UNICODE = {
     "∩": r"\cap ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∞": r"\infty ", "√": r"\sqrt ", "∛": r"\sqrt[3]",
     "°": r"\degree ", "º": r"\degree ", "∣": "|", "…": r"\ldots ", "→": r"\to ", "∠": r"\angle ", "′": "'",
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "²": "^{2}", "³": "^{3}",
+    "≡": r"\equiv ", "≅": r"\cong ", "∼": r"\sim ", "∥": r"\parallel ", "⊥": r"\perp ", "△": r"\triangle ",
+    "∧": r"\land ", "∨": r"\lor ", "∖": r"\setminus ", "⊂": r"\subset ", "⊆": r"\subseteq ",
+    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}",
 }  # fmt: skip
-UNICODE |= {chr(code): f"\\{name} " for name, code in (
-    ("alpha", 945), ("beta", 946), ("gamma", 947), ("delta", 948), ("theta", 952), ("lambda", 955),
-    ("mu", 956),
-    ("pi", 960), ("rho", 961), ("sigma", 963), ("tau", 964), ("phi", 966), ("omega", 969), ("Delta", 916),
-    ("Omega", 937), ("Sigma", 931),
-)}  # fmt: skip
+UNICODE |= dict.fromkeys("✕✖⨯⨉", r"\times ")
+UNICODE |= dict.fromkeys("⟨〈〈", r"\langle ") | dict.fromkeys("⟩〉〉", r"\rangle ")
+# from α on; no command is called omicron, and there are two small sigmas
+GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi - pi rho sigma sigma tau"
+GREEK = f"{GREEK} upsilon phi chi psi omega".split()
+UNICODE |= {chr(ord("α") + i): f"\\{name} " for i, name in enumerate(GREEK) if name != "-"}
+CAPITALS = zip(
+    "ΓΔΘΛΞΠΣΥΦΨΩ", "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split(), strict=True
+)
+UNICODE |= {letter: f"\\{name} " for letter, name in CAPITALS}
+UNICODE |= {"ϕ": r"\phi ", "ϵ": r"\epsilon ", "ϑ": r"\theta ", "µ": r"\mu "}
 SAME_COMMAND = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "infin": "infty",
     "varnothing": "emptyset", "leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge",
@@ -31,7 +40,7 @@ SAME_COMMAND = {
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
     "bigcap": "cap", "lor": "or", "vee": "or", "backslash": "setminus",
-    "bmod": "mod", "cr": r"\\",
+    "varphi": "phi", "varepsilon": "epsilon", "vartheta": "theta", "bmod": "mod", "cr": r"\\",
 }  # fmt: skip
 SIZES = re.compile(r"(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut)$")
 SPACES = {"quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace"}
@@ -111,7 +120,9 @@ def _normal(char):
     if unicodedata.decomposition(char).startswith("<fraction>"):
         top, _, bottom = unicodedata.normalize("NFKC", char).partition("⁄")
         return rf"\frac{{{top}}}{{{bottom}}}" if bottom else char
-    return ascii_char(char)
+    if unicodedata.decomposition(char).startswith("<font>"):  # 𝑥, 𝜋
+        return "".join(map(_normal, unicodedata.normalize("NFKC", char)))
+    return "" if unicodedata.category(char) == "Cf" else ascii_char(char)  # not seen: U+2062, times
 
 
 def without_wrapping(text):

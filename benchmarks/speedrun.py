@@ -173,10 +173,18 @@ def summary(out, made):
     ]
 
 
+def trained_in(model):
+    """The precision that a run of ours was trained in, which --train_flags may set; None of a peer's."""
+    import yaml
+
+    saved = model / "run_config.yaml"
+    return yaml.safe_load(saved.read_text())["precision"] if saved.exists() else None
+
+
 def evaluations(model, name, args):
     """{start, greedy, mean4: report} of a saved model, and of its supervised start, on the test split."""
     how = ["--dataset", args.data, "--split", "test", "--max_completion_length", args.answer_tokens]
-    how += ["--precision", args.precision]
+    how += ["--precision", trained_in(model) or args.precision]
     how += [] if args.questions is None else ["--limit", args.questions]
     sampled = ("--num_samples", 4, "--temperature", 1)
     folder, start = args.work / "eval", model / "warm_start"

@@ -15,7 +15,6 @@ The learning rate falls by the clock where the recipe's does. vLLM is in the tra
 import argparse
 import functools
 import json
-import math
 import os
 import statistics
 import sys
@@ -129,8 +128,7 @@ def with_our_rates(trainer, config, end):
     class WithOurRates(trainer):
         def create_scheduler(self, num_training_steps, optimizer=None):
             if self.lr_scheduler is None:
-                warmup = math.ceil(config.warmup_ratio * num_training_steps)
-                how = config.lr_scheduler_type, warmup, num_training_steps
+                how = config.lr_scheduler_type, config.warmup_ratio, num_training_steps
                 curve = rate_curve(*how, lambda: seconds_since_start() / end)
                 self.lr_scheduler = LambdaLR(optimizer or self.optimizer, curve)
             return self.lr_scheduler

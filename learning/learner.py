@@ -156,15 +156,15 @@ def make_optimizer(model, config, total_steps, time_used=lambda: 0.0):
         kind = bitsandbytes.optim.AdamW8bit
     groups = [group for group in (matrices, others) if group["params"]]
     optimizer = kind(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
-    warmup = math.ceil(config.warmup_ratio * total_steps)
-    curve = rate_curve(config.lr_scheduler_type, warmup, total_steps, time_used)
+    curve = rate_curve(config.lr_scheduler_type, config.warmup_ratio, total_steps, time_used)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, curve)
 
 
-def rate_curve(kind, warmup, total, time_used=lambda: 0.0):
+def rate_curve(kind, warmup_ratio, total, time_used=lambda: 0.0):
     """The share of the rate at a step, counted from 0: 1/n, 2/n, ..., 1 in a warm-up of n steps, then 1, or
     down to 0 at `total`, where no step is taken any more, or at the end of the time, whichever is nearer.
     """
+    warmup = math.ceil(warmup_ratio * total)
 
     def curve(step):
         if step < warmup:

@@ -18,6 +18,7 @@ from reporting.page import write_report
 from reporting.plots import draw
 from reporting.runs import folders_below, is_evaluation, is_run, names_of, write_runs_page
 
+LONGEST_NAME = 255  # bytes, of most file systems
 STILL_GOING = 180  # seconds since the last line of a log
 
 
@@ -28,10 +29,15 @@ def main():
     )
     parser.add_argument("runs", nargs="+", help="folders that the scripts wrote, or folders of runs")
     help_text = "where runs.html and the curves of all runs go (default: the folder that all of them are in)"
-    parser.add_argument("--out", help=help_text)
+    parser.add_argument("--out", action="append", help=help_text)
     help_text = "write runs.html again as the runs go on, looking for news every so many seconds (default 30)"
     parser.add_argument("--watch", nargs="?", type=float, const=30.0, metavar="SECONDS", help=help_text)
     args = parser.parse_args()
+    if args.out is not None and len(args.out) > 1:
+        refuse(f"--out is given {len(args.out)} times: give one folder")
+    args.out = args.out[0] if args.out else None
+    if too_long := [name for name in (*args.runs, args.out or "") if len(Path(name).name) > LONGEST_NAME]:
+        refuse(f"{too_long[0][:60]} ...: a name of {len(too_long[0])} characters is no folder's")
     if args.watch is not None and not 1 <= args.watch <= 86400:
         refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
     runs, evaluations = find(args)

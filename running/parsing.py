@@ -649,6 +649,9 @@ def told(action, *given):
     except SharedError as error:
         _exit_together(error, _leave_the_others())
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name = str(error.filename)
+            _exit(f"a name of {len(name)} characters, longer than any file's: {name[:60]!r} ...", 2)
         if error.errno not in UNWRITABLE:
             raise
         if error.errno == errno.EPIPE:

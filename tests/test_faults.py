@@ -220,6 +220,15 @@ def test_a_warning_is_one_line_without_the_code_that_gives_it(monkeypatch):
     assert other == "/lib/torch/x.py:3: UserWarning: of torch\n"
 
 
+def test_a_name_longer_than_any_file_s_is_refused_in_one_line(capsys):
+    """`OSError: [Errno 36] File name too long` and 20 lines of code, of whoever looked first."""
+    with pytest.raises(SystemExit) as ended:
+        parsing.told(lambda: Path("a" * 300).exists())
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "a name of 300 characters, longer than any file's: 'aaa" in line
+
+
 def test_letters_that_the_locale_lacks_are_shown_by_their_numbers(tmp_path):
     """In Latin-1 or a Windows code page a folder's name, or a completion in Chinese, ended the run."""
     code = "import sys; sys.argv[0] = 'grpo_train.py'; from running.grpo_config import Config; "

@@ -135,7 +135,11 @@ ALSO_SAME = [
     ("f^{-1}(x) = 2x", "2x"), ("C)", "C"), ("5 = x", "5"), (r"\text{No}", "no"),
     (r"x^{\frac{1}{3}}", r"\sqrt[3]{x}"), (r"144\pi cm^3", r"144\pi"), (r"\text{10:30 a.m.}", "10:30 a.m."),
     (r"\sqrt{x}\sqrt{y}", r"\sqrt{xy}"), (r"x \equiv 3 \pmod{7}", r"x \equiv 3 \pmod 7"),
-    (r"3 \pmod{7}", r"3\pmod 7"), (r"\left<1,2\right>", r"\langle 1,2\rangle"),
+    (r"3 \pmod{7}", r"3\pmod 7"), (r"x \equiv 3 \pmod{12}", r"x \equiv 3 \pmod 12"),
+    ("AB ∥ CD", r"AB \parallel CD"), ("2 ✕ 3", "6"), ("1 ∕ 2", "0.5"), ("𝑥 + 𝟏", "1+x"), ("x\u2062y", "yx"),
+    ("Σ + ε", r"\varepsilon + \Sigma"), ("〈1,2〉", r"\langle 1,2\rangle"), ("x ∈ ℤ", r"x \in \mathbb{Z}"),
+    ("x ≡ 3 (mod 12)", r"x \equiv 3 \pmod{12}"), (r"x \equiv 3 \bmod 12", r"x \equiv 3 (\mathrm{mod} 12)"),
+    (r"\left<1,2\right>", r"\langle 1,2\rangle"),
     (r"P(X=2) = \frac{1}{4}", "1/4"), ("x^{2/3}", r"\sqrt[3]{x^2}"), ("5 h r", "5hr"),
     (r"\pi r^2 h", r"\pi hr^2"), (r"\frac13 \pi r^2 h", r"\frac{1}{3}\pi hr^2"),
     ("sin 60 degrees", r"\frac{\sqrt{3}}{2}"), (r"\sin 60\text{ degrees}", r"\frac{\sqrt{3}}{2}"),
@@ -174,6 +178,8 @@ ALSO_SAME = [
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
+    (r"x \equiv 3 \pmod{12}", r"x \equiv 3 \pmod{13}"), (r"x \equiv 3 \pmod{12}", "x ≡ 4 (mod 12)"),
+    ("AB ⊥ CD", "AB ∥ CD"), ("A ⊂ B", "B ⊂ A"), ("ℂ", "ℝ"), ("x∖2", "x/2"),
     ("10 units", r"10\text{ cm}^2"), ("45 radians", "45°"), ("5 square units", "5 cubic units"),
     ("2ab", "2"), (r"\pi ab", r"\pi"), ("x^2ab", "x^2"), ("5 theta", "5"), ("AB", "ab"),
     ("2sin(x)", "2sin(y)"), ("3log x", "3"), ("arctan 1", "1"), ("cot 45°", "45"), ("5 and a half", "5"),

@@ -180,6 +180,10 @@ def test_a_folder_without_runs_is_refused_in_one_line(reporting, tmp_path):
     status, _, [said] = reporting(tmp_path, "--watch", "0.1")
     assert status == 2
     assert "--watch 0.1: must be from 1 to 86400 seconds" in said
+    status, _, [said] = reporting(tmp_path, "--out", "a", "--out", "b")
+    assert (status, said) == (2, "python -m reporting: --out is given 2 times: give one folder")
+    status, _, [said] = reporting("a" * 300)
+    assert (status, "a name of 300 characters" in said) == (2, True)
     assert not list((tmp_path / "empty").iterdir())
 
 
