@@ -6,7 +6,8 @@
 The clock is that of the trainer's process, as for ours, and the evaluation comes afterwards. Both begin with
 the recipe's supervised start, by sft_train.py within that process: its seconds count alike, and what differs
 is GRPO. What the recipe has of GRPOConfig's settings is taken over; `--trl_settings NAME=VALUE ...` changes
-them. On a card: float32 weights under the recipe's autocast, as ours; activations are kept, 64 rows at once.
+them. On a card: float32 weights under the recipe's autocast, as ours (with LoRA the frozen ones in its dtype,
+and adapters on every linear layer of the body); activations are kept, 64 rows at once.
 The learning rate falls by the clock where the recipe's does. vLLM is in the trainer's process (colocate);
 0.26 goes with torch 2.11. For the curve the share of right samples is logged, by a reward function of weight
 0.
@@ -42,7 +43,9 @@ def trl_settings(config, args):
     settings |= dict(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
     settings |= dict(adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, seed=config.seed)
     settings |= dict(max_grad_norm=config.max_grad_norm, max_steps=config.num_steps)
-    settings |= dict(model_init_kwargs={"dtype": "float32"}, report_to="none", save_strategy="no")
+    computed_in = {"bf16": "bfloat16", "fp16": "float16"}.get("" if args.cpu else config.precision, "float32")
+    weights = computed_in if config.lora_r else "float32"  # as ours has them: frozen ones are not stepped
+    settings |= dict(model_init_kwargs={"dtype": weights}, report_to="none", save_strategy="no")
     settings |= dict(logging_steps=1, disable_tqdm=True, use_cpu=args.cpu)
     settings |= {name: config.precision == name and not args.cpu for name in ("bf16", "fp16")}
     if args.sampler == "vllm":
@@ -69,7 +72,8 @@ def trained(args, seed, out):
         raise SystemExit(f"max_wall_minutes={end / 60:.2f}: {late}")
     trainer.train()
     saved_in = torch.float16 if config.precision == "fp16" else torch.bfloat16
-    trainer.model.to(saved_in).save_pretrained(out)
+    model = trainer.model.merge_and_unload() if config.lora_r else trainer.model
+    model.to(saved_in).save_pretrained(out)
     trainer.processing_class.save_pretrained(out)
     saved = seconds_since_start()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -112,6 +116,11 @@ def a_trainer(args, config, start, out, end):
     functions = [told_format(function, config.answer_format) for function in functions]
     settings = trl_settings(config, args) | dict(output_dir=str(out / "trl"), reward_weights=list(weights))
     how = dict(args=GRPOConfig(**settings), train_dataset=Dataset.from_list(rows))
+    if config.lora_r:
+        from peft import LoraConfig
+
+        adapters = dict(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules="all-linear")
+        how["peft_config"] = LoraConfig(**adapters, task_type="CAUSAL_LM")
     trainer = with_our_rates(GRPOTrainer, config, end)(start, functions, processing_class=tokenizer, **how)
     clock = a_clock(end)
     trainer.add_callback(clock)

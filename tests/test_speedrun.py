@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_benchmarks import benchmark_module  # noqa: F401
 
 import grpo_train
@@ -444,12 +445,17 @@ def test_the_speedrun_goes_from_a_model_to_an_evaluated_one(small_recipe):
 
 
 @pytest.mark.slow
-def test_the_peer_does_the_same_work_with_generate(small_recipe):
+@pytest.mark.parametrize("more", ["", "lora_r: 4\n"])
+def test_the_peer_does_the_same_work_with_generate(small_recipe, more):
     trl = pytest.importorskip("trl")
+    recipe = small_recipe / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + more)
     words = "--sampler generate --cpu --minutes 4 --answer_tokens 48".split()
     found = benchmark("speedrun_trl.py", small_recipe, *words)
     assert found["speedrun-4min", "steps_0"] == 3
     assert found["speedrun-4min", "questions"] == 20
+    [weights] = (small_recipe / "work" / "speedrun_trl_generate_0").glob("*.safetensors")
+    assert not any("lora_" in name for name in load_file(weights)), "merged"
     peer = importlib.import_module("speedrun_trl")
     config = grpo_train.Config(**settings_from_file(grpo_train.Config, ROOT / "configs" / "speedrun.yaml"))
     args = SimpleNamespace(sampler="vllm", cpu=True, trl_settings=["per_device_train_batch_size=128"])
