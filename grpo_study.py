@@ -63,7 +63,6 @@ from running.study_file import WORKER, Options, study_of_command
 
 WEIGHTS = (*MODEL_FILES, "checkpoint-*", ".checkpoint.*", ".saving", "best", "adapter", "README.md")
 TRIED_STEPS, TRIED_QUESTIONS = 3, 16  # measured for --check
-PARTS = ("rollout_seconds", "reward_seconds", "update_seconds")  # of a step
 
 
 @dataclass
@@ -355,11 +354,11 @@ def try_out(bench):
             began = time.perf_counter()
             grpo_train.train(config, study=run)
             whole = study.configs[arm]
-            training = a_step(run.folder, *PARTS)
+            training = a_step(run.folder, "rollout_seconds", "reward_seconds", "update_seconds")
             asked = sum(TRIED_QUESTIONS for _ in run.questions)
             wanted = sum(len(q.problems) * len(q.evaluation.steps) for q in bench.questions)
             around = time.perf_counter() - began - run.asking_seconds
-            around -= sum(metrics[part] for metrics in read_metrics(run.folder) for part in PARTS)
+            around -= read_metrics(run.folder)[-1]["train_seconds"]
             runs[arm] = training * whole.num_steps * whole.outer_iterations + around
             runs[arm] += run.asking_seconds / asked * wanted
     return Seconds(start_seconds, runs, f"{TRIED_STEPS} steps of each arm")

@@ -48,13 +48,13 @@ from rewards import (
 )
 from running import preflight
 from running.contract import inputs_of
-from running.evaluation import first_pass, held_out_accuracy
+from running.evaluation import held_out_accuracy
 from running.grpo_config import Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
 from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle
-from running.progress import check_draws, next_problems, note_pass_rates, steps_to_do, trainer_state
+from running.progress import next_problems, steps_to_do, trainer_state
 from running.run import Run
 from running.settings import check
 from running.strangers import hear_strangers
@@ -138,7 +138,6 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
             tokenizer, (problems, held_out, skipped) = loaded.read(config, start, problems)
             check_rewards(config, reward_functions, problems[0].problem)
             lost = check_answers(config, reward_functions, [p.problem for p in problems])
-            check_draws(config, len(problems))
             policy, sampler, reference = loaded.load(config, start, tokenizer, run.device)
             end_answers_on(Prompting.of(config).eos_id(tokenizer), tokenizer, policy, sampler)
             check_positions(policy, problems + held_out, config)
@@ -155,7 +154,6 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
         hear_strangers(run, decoder, problems)  # in the control of this name; sampled from the start
         refresh(sampler, policy)
         say_plan(run, decoder, problems, held_out, skipped, lost)
-        first_pass(run, decoder, problems)  # with problem_sampling pass_rate; sampled from the start, too
         if study:
             study.ask(run, decoder)  # before the first step, or what a stopped run had still to ask
 
@@ -166,7 +164,7 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
 
             # 2. Sample G completions for each of B problems; with M3PO paths interact while they think.
             with run.timed("rollout_seconds"):
-                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass, or by pass rate
+                batch = next_problems(problems, config.batch_size, run)  # of a shuffled pass
                 sampled = sample(run, decoder, batch, step)
 
             # 3. Score them, and compare each with its group; silent groups give way to fresh problems.
@@ -198,7 +196,6 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
                 **speed_metrics(run, sampled.rollout),
                 **listening_metrics(config, sampled, right, inspection),
             }
-            metrics |= note_pass_rates(run, problems, sampled, right)
             metrics |= logged_metrics(sampled, metrics)
             log_rollouts(run, sampled, right, advantages, inspection)
             run.finish_step(metrics, sampled.batch)  # evaluates, writes checkpoints, ends when it is time
@@ -323,7 +320,6 @@ class Sampled:
     retries: list  # of each group: in which extra rollout of its step it was sampled, 0 for the first
     rewards: list = field(default_factory=list)
     parts: dict = field(default_factory=dict)  # {reward function: its own values}
-    left_out: list = field(default_factory=list)  # (problem, texts) of groups that gave way to others
     trainer_state: object = None  # what reward functions are told of the run, as TRL does
     logged: RewardLog = field(default_factory=lambda: RewardLog([]))  # what they log
 
@@ -341,8 +337,7 @@ class Sampled:
 
     def take_groups(self, groups, other, pad_id):
         """Replace some groups by those of another, in its order."""
-        G, texts = self.rollout.num_generations, self.texts
-        self.left_out += [(self.problems[group], texts[group * G : (group + 1) * G]) for group in groups]
+        G = self.rollout.num_generations
         self.rollout = self.rollout.with_groups(groups, other.rollout, pad_id)
         columns = [(self.completions, other.completions), (self.rewards, other.rewards)]
         columns += [(self.parts[name], other.parts[name]) for name in self.parts]

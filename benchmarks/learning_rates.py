@@ -32,6 +32,13 @@ def hold_out(data, folder, questions=QUESTIONS):
     (folder / "train.jsonl").write_text("\n".join(rows[questions:]) + "\n")
 
 
+def hold_out_once(args):
+    """args.work/data: the training split, of which some questions are its test split."""
+    args.work = args.work.resolve()
+    if not (args.work / "data").exists():
+        hold_out(args.data, args.work / "data", args.questions)
+
+
 def at_once(jobs, count):
     """Run chains of commands, `count` chains beside each other; a chain is (log file, commands)."""
     waiting, running = list(jobs), []

@@ -11,11 +11,13 @@ it was trained. The same command goes on where it was stopped (--stop_after MINU
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+from learning_rates import hold_out_once
 from speedrun import card_id, read_steps, recipe_lines
-from two_arms import hold_out_once, run_study, write_study
 
 from common import ROOT, write_results
 
@@ -23,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from reporting.study import result_rows
 
 ARMS = {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}}
+NOT_OF_A_STUDY = ("max_wall_minutes", "warm_start", "eval_problems")
 FIRST = 20  # steps in which the scale may still be found
 TEXT = "bf16 beside fp16, see benchmarks/precision.py.\n"
 
@@ -70,12 +73,32 @@ def main():
 
 
 def write(args):
-    """The study's file."""
+    """The study's file and its text, in args.work."""
+    recipe = yaml.safe_load((ROOT / args.recipe).read_text())
+    start = recipe.get("warm_start")
+    base = {name: value for name, value in recipe.items() if name not in NOT_OF_A_STUDY}
+    base |= dict(model=args.model, dataset=str(args.work / "data"), eval_every=0, num_steps=args.steps)
     asked = [
         {"name": "mean8", "steps": [args.steps], "samples": 8, "temperature": 1.0, "split": "test"},
         {"name": "greedy", "steps": [args.steps], "samples": 1, "temperature": 0.0, "split": "test"},
     ]
-    write_study(args, ARMS, asked, TEXT, num_steps=args.steps)
+    study = dict(name=args.work.name, text=str(args.work / "study.md"), base=base, seeds=args.seeds)
+    study["arms"] = [{"name": name, "settings": settings} for name, settings in ARMS.items()]
+    study |= {"warm_start": {"config": start, "eval_every": 0}} if start else {}
+    study |= dict(baseline="bf16", treatment="fp16", evaluations=asked, primary="mean8")
+    study["secondary"] = [{"evaluation": "greedy", "measure": "mean"}]
+    (args.work / "study.md").write_text(TEXT)
+    (args.work / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+
+
+def run_study(args):
+    """Run the study, or go on with it, into args.work/study; returns that folder."""
+    words = ["grpo_study.py", args.work / "study.yaml", "--output_dir", args.work / "study"]
+    words += ["--stop_after", args.stop_after] if args.stop_after else []
+    status = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=False).returncode
+    if status:
+        raise SystemExit(status)
+    return args.work / "study"
 
 
 if __name__ == "__main__":

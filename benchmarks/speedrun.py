@@ -124,13 +124,12 @@ def read_steps(folder):
 
 
 def sampled_over_trained(steps, batch):
-    """Completions that were sampled over those that the update computed.
+    """Completions that were sampled, in extra rollouts too, over those that the update computed.
 
-    The first pass and extra rollouts were sampled too. batch: problems and generations of a step.
+    batch: problems and generations of a step.
     """
-    sampled = steps[0].get("first_pass_completions", 0) + len(steps) * batch[0] * batch[1]
-    sampled += sum(step.get("replaced_groups", 0) for step in steps) * batch[1]
-    return sampled / max(1, sum(step["scored_completions"] for step in steps))
+    groups = len(steps) * batch[0] + sum(step.get("replaced_groups", 0) for step in steps)
+    return groups * batch[1] / max(1, sum(step["scored_completions"] for step in steps))
 
 
 def new_until(seconds, epochs):
@@ -163,7 +162,6 @@ def summary(out, made):
         ("warm_start_seconds", round(supervised, 1), "s"),
         ("seconds_to_first_step", round(moments[1] - steps[0]["step_seconds"], 1), "s"),
         ("grpo_seconds", round(grpo, 1), "s"),
-        ("first_pass_seconds", round(steps[0].get("first_pass_seconds", 0.0), 1), "s"),
         ("after_last_step_seconds", round(made["seconds"] - moments[len(steps)], 1), "s"),
         ("steps", len(steps), "steps"),
         ("completions_per_s", round(len(steps) * batch[0] * batch[1] / grpo, 1), "completions/s"),

@@ -30,9 +30,8 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from learning_rates import QUESTIONS
+from learning_rates import QUESTIONS, hold_out_once
 from speedrun import card_id, read_steps, recipe_lines, sampled_over_trained
-from two_arms import hold_out_once
 
 from common import RESULTS, ROOT, write_results
 
@@ -81,7 +80,6 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "kl-dr-grpo": KL | {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "kl-multi-reward": KL | {"reward_set": "multi_reward"},
     "kl-dynamic-1": KL | {"dynamic_sampling": 1},
-    "kl-pass-rate": KL | {"problem_sampling": "pass_rate"},
     "fp16": {"precision": "fp16"},
     "fp16-lr-3e-6": {"precision": "fp16", "learning_rate": 3e-6},
     "fp16-batch-32": {"precision": "fp16", "batch_size": 32},
@@ -99,10 +97,6 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "correct-only": {"reward_weights": [1.0, 0.0]},
     "multi-reward": {"reward_set": "multi_reward"},
     "dynamic-1": {"dynamic_sampling": 1},
-    "pass-rate": {"problem_sampling": "pass_rate"},
-    "pass-rate-1": {"problem_sampling": "pass_rate", "pass_rate_samples": 1},
-    "pass-rate-8": {"problem_sampling": "pass_rate", "pass_rate_power": 8.0},
-    "pass-rate-of-1500": {"problem_sampling": "pass_rate", "limit": 1500},
     # no supervised start: the model's own way of reasoning, in the format that it knows, is longer
     "boxed": BOXED,
     "boxed-256": BOXED | {"max_completion_length": 256},

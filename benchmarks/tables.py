@@ -256,23 +256,6 @@ def _recipe_then(lines):
     return f"; the recipe that they vary had {had}" if had else ""
 
 
-def problem_sampling():
-    """Problems drawn by their pass rates against uniform passes, once that was measured."""
-    if not (RESULTS / "problem_sampling.json").exists():
-        return "Not measured yet: `python benchmarks/problem_sampling.py --model DIR --data FOLDER`."
-    cases, result = values("problem_sampling")
-    rows = []
-    for case, m in cases.items():
-        reached = m["seconds_to_uniforms_end"]
-        row = [f"`{case}`", "never" if reached is None else f"{reached:.0f}", number(m["mean8_at_the_start"])]
-        row += [number(m["mean8_at_the_end"]), f"{m['seconds']:.0f}", f"{m['first_pass_seconds']:.0f}"]
-        rows.append([*row, f"{m['dead_groups']:.0%}", f"{m['sampled_over_trained']:.2f}"])
-    header = ["`problem_sampling`", "seconds to uniform's end", "mean of 8: start", "end", "seconds"]
-    header += ["first pass, s", "dead groups", "sampled over trained"]
-    note = f"{len(result['seeds'])} seeds, {result['steps']} steps, {result['questions']} held-out questions"
-    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
-
-
 def bench_step():
     cases, result = values("bench_step")
     card, trl = cases.pop("card"), cases["1.5b-8x8"]
@@ -722,7 +705,7 @@ TABLES = {
         math_grading,
         *(bench_generation, bench_generation_cpu, controls, bench_step, bench_step_long, bench_step_gsm8k),
         *(bench_gpus, kill, harness, families, coverage, study_checks, study_verdicts),
-        *(speedrun, speedrun_tune, problem_sampling, study_arms, study_endpoints),
+        *(speedrun, speedrun_tune, study_arms, study_endpoints),
     )
 }
 

@@ -11,7 +11,7 @@ import yaml
 
 from errors import ROOT, SettingError, one_line
 
-FINISHED, STRANGERS, PASS_RATES = "finished.json", "strangers.jsonl", "pass_rates.json"
+FINISHED, STRANGERS = "finished.json", "strangers.jsonl"
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl")
 WEIGHT_FILES = (  # that transformers and peft would load from a folder
     "model.safetensors",

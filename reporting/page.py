@@ -166,9 +166,8 @@ def _passes(lines):
     """How many, and from where on what is right in training says little of new problems."""
     text = f"{lines[-1]['epoch']:.2g}"
     again = next((line["step"] for line in lines if line.get("epoch", 0) > 1), None)
-    # drawn by their pass rates (effective_problems), some come again before the first pass is over
-    is_pass = "correct" in lines[-1] and "effective_problems" not in lines[-1]
-    return text + (f"; from step {again} on, they were trained on before" if again and is_pass else "")
+    is_sampled = "correct" in lines[-1]
+    return text + (f"; from step {again} on, they were trained on before" if again and is_sampled else "")
 
 
 def _listening_pairs(lines):

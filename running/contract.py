@@ -12,7 +12,7 @@ from answers.user_files import code_of, user_files
 from errors import RunError
 from reporting.files import MODEL_FILES, sha256_of
 from rewards import reward_name
-from running.parsing import without_switches
+from running.parsing import without_gone, without_switches
 from running.settings import free_on_resume, names_with, resolved
 
 INPUTS = ("data", "held_out", "rewards", "start", "device", "world_size")  # beside the settings
@@ -104,7 +104,7 @@ def noted(config, inputs):
 def differences(config, then, inputs):
     """{name: (there, here)} of what a run noted `then` and what is otherwise now."""
     now = json.loads(json.dumps(resolved(config)))
-    settings = without_switches(type(config), then["settings"])  # an older run has bf16, not precision
+    settings = without_switches(type(config), without_gone(then["settings"]))  # an older run may have bf16
     free = free_on_resume(type(config))
     if config.patience or config.keep_best:  # evaluations decide where the run ends, and what is best
         free.discard("eval_every")

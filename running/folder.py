@@ -19,7 +19,7 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, PASS_RATES, STRANGERS, step_of, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, step_of, write_whole
 from running.contract import noted
 from running.locks import forget, hold
 from running.settings import names_with, refuse_folder, resolved
@@ -109,7 +109,7 @@ def _left_behind(config):
         names = (*MODEL_FILES, "README.md") if config.overwrite_output_dir else ()
         return others + [path for name in names for path in folder.glob(name)]
     names = (*MODEL_FILES, *LOGS, FINISHED, STRANGERS, "README.md", *DRAWN, *FOLDERS, "warm_start.json")
-    names += (".checkpoint.*", *(() if config.resume else (PASS_RATES,)))  # whose run it is, is seen in it
+    names += (".checkpoint.*",)
     found = others + [path for name in names for path in folder.glob(name)]
     numbered = folder.glob("checkpoint-*")
     found += [path for path in numbered if step_of(path) is not None]

@@ -70,28 +70,6 @@ class Config(TrainConfig):
     dynamic_sampling: int = setting(
         0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
     )
-    problem_sampling: str = setting(
-        "uniform",
-        "uniform: passes over the problems in random order; pass_rate: each step draws problems, without "
-        "replacement, by the chance that their completions are neither all right nor all wrong, which their "
-        "pass rate so far promises; there are no passes then, so give num_steps",
-    )
-    pass_rate_samples: int = setting(
-        4,
-        "samples of each problem before the first step, with which its pass rate begins; they count as "
-        "training time; 0: none",
-        goes_with="problem_sampling=pass_rate",
-    )
-    pass_rate_power: float = setting(
-        4.0,
-        "a problem's weight is this power of its chance; larger: more of the most promising ones",
-        goes_with="problem_sampling=pass_rate",
-    )
-    pass_rate_floor: float = setting(
-        0.05,
-        "share of the draws that all problems get alike, whatever their pass rate",
-        goes_with="problem_sampling=pass_rate",
-    )
     reward_weights: list[float] | None = setting(
         None, "a weight for each reward, in their order", belongs_to=("reward", "reward_set")
     )
@@ -204,13 +182,6 @@ class Config(TrainConfig):
         check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
         remedy = "has no effect with num_generations=2: each path hears all there is; give at least 3"
         check(self, "m3po_credit", lambda v: not v or self.num_generations > 2, remedy)
-        check_one_of(self, "problem_sampling", ("uniform", "pass_rate"))
-        check(self, "pass_rate_samples", lambda v: 0 <= v <= 1024, "must be from 0 to 1024")
-        check(self, "pass_rate_power", lambda v: 0 < v <= 100, "must be above 0, at most 100")
-        check(self, "pass_rate_floor", lambda v: 0 < v <= 1, "must be above 0, at most 1: all can be drawn")
-        by_pass_rate, no_pass = self.problem_sampling == "pass_rate", "counts passes over the problems, and"
-        no_pass += " with problem_sampling=pass_rate there are none: give num_steps"
-        check(self, "num_epochs", lambda v: v is None or not by_pass_rate, no_pass)
         check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
         chosen_rewards(self)

@@ -84,6 +84,7 @@ REFUSED = {
     "max_length": "is two settings here: max_prompt_length and max_completion_length",
     "warmup_steps": "is warmup_ratio here, a share of all steps",
     "logging_steps": "is not needed: every step is logged",
+    "problem_sampling": "is gone, since it gained nothing: leave it out",
 }
 NAMED = re.compile(r"--(\w+)|\b([a-z]+(?:_[a-z]+)+)\b(?!\.py)")  # the settings that a hint names
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,6 +106,9 @@ OF_TRL = {  # arguments of TRL's trainers, and what a script's train() has in th
     "reward_processing_classes": "is not needed: a reward is a function, which may hold a model",
 }
 BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
+GONE = {  # settings of earlier versions, and the values with which a run was as it is without them
+    "problem_sampling": "uniform", "pass_rate_samples": 4, "pass_rate_power": 4.0, "pass_rate_floor": 0.05,
+}  # fmt: skip
 
 
 def _hint(name, hints):
@@ -129,8 +133,9 @@ def settings_from_file(config_class, path):
 def checked_settings(config_class, read, where):
     """`settings_from_file` for a mapping that is read already; `where`: what an error says of its place."""
     is_saved = read.keys() >= get_type_hints(config_class).keys() or "versions" in read
-    given = {key: value for key, value in read.items() if not (is_saved and key in BESIDE)}
-    settings = named_and_typed(config_class, given, where)
+    if is_saved:
+        read = {key: value for key, value in without_gone(read).items() if key not in BESIDE}
+    settings = named_and_typed(config_class, read, where)
     return _with_effect(config_class, settings) if is_saved else settings
 
 
@@ -202,6 +207,11 @@ def without_switches(config_class, given):
                 what = f"cannot stand beside {name}={settings[name]!r}"
                 raise SettingError(switch, is_on, f"{what}: give one of the two")
     return settings
+
+
+def without_gone(saved):
+    """The settings of a run, maybe of an earlier version, without those that are gone and changed nothing."""
+    return {name: value for name, value in saved.items() if name not in GONE or value != GONE[name]}
 
 
 def _none_words(field):

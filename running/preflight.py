@@ -43,7 +43,7 @@ from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems, problems_of, responses
 from rewards import RewardLog, check_rewards, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
-from running.progress import check_draws, draws_by_pass_rate, steps_to_do, trainer_state
+from running.progress import steps_to_do, trainer_state
 from running.sft_config import warm_start_settings
 from running.warm_starts import cache_folder, kept_at, key_of, read_inputs
 
@@ -103,7 +103,6 @@ def _check(said, functions, end):
     check_rewards(config, functions, problems[0].problem)
     if warm_start_is_pending:
         _check_warm_start(config)
-    check_draws(config, len(problems))
     device = choose_device()
     refuse_used(config)
     dtype = compute_dtype(config.precision, device)
@@ -206,11 +205,7 @@ def _check_work(said, problems, held_out, skipped):
     total = steps_to_do(config, len(problems)) * config.outer_iterations
     passes = total * B / len(problems)
     sampled = f"{counted(total, 'step')} = {total * B * G:,} completions"
-    how = f"{passes:.2f} passes over the problems"
-    if draws_by_pass_rate(config):
-        first = f"{config.pass_rate_samples * len(problems):,} completions before the first step"
-        how = f"problems drawn by their pass rates, from {first}"
-    said.say("the run", f"{sampled}, {how}")
+    said.say("the run", f"{sampled}, {passes:.2f} passes over the problems")
     if not config.learning_rate:
         said.find("every learning rate is 0, and no weight will change")
     return total * B * G

@@ -50,7 +50,6 @@ class Run:
         self.progress, self.saved_step = Progress(), 0
         self.has_begun = self.is_finished = False
         self.checkpoints = self.lock = self.log = self.metrics = self.first_evaluation = None
-        self.first_pass = {}  # what the first step logs of it, with problem_sampling pass_rate
         self.copies = ExitStack()  # folders sent here from the first machine
         self.seconds = {}  # of the parts of this step
         self.problems_drawn = 0  # progress.problems_drawn, and this step's

@@ -35,7 +35,6 @@ HELP_GROUPS = (
     (
         "rollout",
         "num_epochs outer_iterations max_minutes max_wall_minutes temperature dynamic_sampling "
-        "problem_sampling pass_rate_samples pass_rate_power pass_rate_floor "
         "mask_truncated_completions log_groups seed",
     ),
     (

@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 
 import grpo_train
 import sft_train
-from decoding.decoder import GroupDecoder
 from errors import RunError, SettingError
 from learning import learner, precision
 from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
-from running import checkpoint, evaluation, log, progress
+from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import checkpoints, damage, seal
 from running.contract import data_fingerprint, finished_steps
@@ -195,6 +194,31 @@ def test_a_run_that_had_bf16_is_gone_on_from(finished, start, cut, uninterrupted
     assert_same(cut, uninterrupted("full"))
 
 
+# What versions that could draw problems by their pass rates noted of a run
+PASS_RATES = dict(problem_sampling="uniform", pass_rate_samples=4, pass_rate_power=4.0, pass_rate_floor=0.05)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_could_have_drawn_by_pass_rates_is_gone_on_from_unless_it_did(
+    finished, start, cut, uninterrupted
+):
+    if finished:
+        shutil.copytree(uninterrupted("full"), cut, dirs_exist_ok=True)
+    note = cut / ("finished.json" if finished else "checkpoint-2/training_state.json")
+    for drawn in ("pass_rate", "uniform"):
+        state = json.loads(note.read_text())
+        state["settings"] |= PASS_RATES | {"problem_sampling": drawn}
+        if not finished:
+            state["progress"]["pass_rates"] = None
+        note.write_text(json.dumps(state))
+        checkpoint.seal(cut / "checkpoint-2")
+        if drawn == "pass_rate":
+            with pytest.raises(SettingError, match="run: problem_sampling 'pass_rate' there, None here;"):
+                grpo_train.train(settings_of(start, cut, resume=True))
+    run(settings_of(start, cut, resume=True))
+    assert_same(cut, uninterrupted("full"))
+
+
 def with_columns(start, folder, more=1):
     """The data with a column that rewards read, in a folder of its own."""
     rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
@@ -232,124 +256,6 @@ def test_from_every_checkpoint_a_run_goes_on_as_if_it_had_not_been_stopped(start
             (cut / name).unlink()
         run(settings_of(start, cut, resume=True, **settings))
         assert_same(whole, cut)
-
-
-def right_by_length(texts, *_):
-    """Stands in for the grading of a model that is never right: some answers of some problems are."""
-    return [len(text) % 3 == 0 for text in texts]
-
-
-BY_PASS_RATE = dict(problem_sampling="pass_rate", pass_rate_samples=2, pass_rate_power=8.0, batch_size=2)
-BY_PASS_RATE |= dict(mu=1, eval_every=0, dynamic_sampling=1)
-
-
-@pytest.fixture
-def counted_passes(monkeypatch):
-    """Passes that were sampled, graded as `right_by_length` has it."""
-    passes, sample_pass = [], evaluation._sample_pass
-    monkeypatch.setattr(evaluation, "_sample_pass", lambda *args: passes.append(1) or sample_pass(*args))
-    for module in (evaluation, progress, grpo_train):
-        monkeypatch.setattr(module, "right_answers", right_by_length)
-    return passes
-
-
-def test_draws_by_pass_rate_are_gone_on_with_and_the_first_pass_is_not_made_again(
-    start, tmp_path, monkeypatch, counted_passes
-):
-    """Killed before the first checkpoint, and after the second of two outer iterations had begun."""
-    settings = dict(BY_PASS_RATE, reward=[f"{start}/pays.py:pays_some"])
-    run(settings_of(start, tmp_path / "whole", **settings))
-    out = tmp_path / "out"
-    for kill_at in (1, 3):
-        run(settings_of(start, out, resume=True, **settings), kill_at=kill_at, monkeypatch=monkeypatch)
-    run(settings_of(start, out, resume=True, **settings))
-    assert len(counted_passes) == 2, "one for each of the two runs"
-    assert_same(tmp_path / "whole", out)
-    folder = checkpoints(tmp_path / "whole")[0]
-    history = json.loads((folder / "training_state.json").read_text())["progress"]["pass_rates"]
-    assert (
-        history
-        == json.loads((checkpoints(out)[0] / "training_state.json").read_text())["progress"]["pass_rates"]
-    )
-    assert len(set(history["right"])) > 2, "there is something to draw by"
-
-
-@pytest.mark.slow
-def test_a_run_without_its_history_of_pass_rates_is_seen_to_be_another(
-    start, tmp_path, monkeypatch, counted_passes
-):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    run(settings_of(start, whole, **BY_PASS_RATE))
-    run(settings_of(start, out, **BY_PASS_RATE), kill_at=3, monkeypatch=monkeypatch)
-    folder = checkpoints(out)[0]
-    state = json.loads((folder / "training_state.json").read_text())
-    state["progress"]["pass_rates"]["right"].reverse()
-    (folder / "training_state.json").write_text(json.dumps(state))
-    checkpoint.seal(folder)
-    run(settings_of(start, out, resume=True, **BY_PASS_RATE))
-    with pytest.raises(AssertionError):
-        assert_same(whole, out)
-
-
-def test_stopped_in_the_first_pass_or_after_it_a_run_is_resumed_alike(
-    start, tmp_path, monkeypatch, counted_passes
-):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    run(settings_of(start, whole, **BY_PASS_RATE))
-    calls, complete = [], GroupDecoder.complete
-
-    def told_in_the_pass(decoder, *args, **kwargs):
-        signal.raise_signal(signal.SIGTERM)
-        calls.append(1)
-        return complete(decoder, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GroupDecoder, "complete", told_in_the_pass)
-        with pytest.raises(SystemExit) as left:
-            grpo_train.train(settings_of(start, out, **BY_PASS_RATE))
-    assert left.value.code == 143
-    assert calls
-    assert not (out / "pass_rates.json").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo_train, "sample", lambda *_: signal.raise_signal(signal.SIGTERM))
-        patch.setattr(grpo_train, "score", lambda run, *_: run.raise_if_stopped())
-        with pytest.raises(SystemExit):
-            grpo_train.train(settings_of(start, out, resume=True, **BY_PASS_RATE))
-    assert len(counted_passes) == 3
-    run(settings_of(start, out, resume=True, **BY_PASS_RATE))
-    assert len(counted_passes) == 3, "the pass of the second start was kept"
-    assert_same(whole, out)
-
-
-@pytest.mark.slow
-def test_a_run_may_change_how_it_draws_when_it_is_resumed_anyway(
-    start, tmp_path, monkeypatch, counted_passes
-):
-    """From uniform passes to pass rates, which begin with the weights of the checkpoint, and back again."""
-    out, uniform = tmp_path / "out", BY_PASS_RATE | dict(problem_sampling="uniform")
-    uniform = {name: value for name, value in uniform.items() if not name.startswith("pass_rate")}
-    run(settings_of(start, out, **uniform), kill_at=2, monkeypatch=monkeypatch)
-    for settings, kill_at in ((BY_PASS_RATE, 3), (uniform, None)):
-        with pytest.raises(SettingError, match="problem_sampling '.*' there"):
-            grpo_train.train(settings_of(start, out, resume=True, **settings))
-        how = dict(settings, resume=True, resume_anyway=True)
-        run(settings_of(start, out, **how), kill_at=kill_at, monkeypatch=monkeypatch)
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert ["mixed_groups" in step for step in steps] == [False, True, False, False]
-    assert len(counted_passes) == 1
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_the_pass_of_another_run_is_not_taken_for_this_one_s(
-    damaged, start, tmp_path, monkeypatch, counted_passes
-):
-    out = tmp_path / "out"
-    run(settings_of(start, out, save_every=0, **BY_PASS_RATE), kill_at=1, monkeypatch=monkeypatch)
-    if damaged:
-        (out / "pass_rates.json").write_text('{"right": [1, 2')
-    settings = BY_PASS_RATE | ({} if damaged else {"temperature": 0.5})
-    run(settings_of(start, out, save_every=0, resume=True, **settings))
-    assert len(counted_passes) == 2
 
 
 def test_supervised_training_too(start, tmp_path, monkeypatch):

@@ -817,7 +817,6 @@ PYTHON_IDLE = (
     (sft_train, dict(project="mine"), "--project mine"),
     (grpo_train, dict(m3po_lambda=0, m3po_control="noise"), "--m3po_lambda 0 --m3po_control noise"),
     (grpo_train, dict(rollout_is_cap=3), "--rollout_is_cap 3"),
-    (grpo_train, dict(pass_rate_floor=0.1), "--pass_rate_floor 0.1"),
     (
         grpo_train,
         dict(m3po_similarity="mean", m3po_temperature=0.2),
@@ -941,6 +940,18 @@ def test_the_run_config_of_a_run_is_a_config(script, flags, then, expected, tmp_
     assert {name: getattr(config, name) for name in expected} == expected
     only_settings = {name: saved[name] for name in script.Config.__dataclass_fields__}
     assert parsed(script, then, yaml.safe_dump(only_settings), tmp_path) == config
+
+
+def test_the_run_config_of_a_run_that_could_have_drawn_by_pass_rates_is_a_config_unless_it_did(tmp_path):
+    gone = dict(problem_sampling="uniform", pass_rate_samples=4, pass_rate_power=4.0, pass_rate_floor=0.05)
+    saved = resolved(parsed(grpo_train, "--mu 2"))
+    assert parsed(grpo_train, "", yaml.safe_dump(saved | gone), tmp_path).mu == 2
+    line = "problem_sampling='pass_rate': is gone, since it gained nothing: leave it out"
+    gone["problem_sampling"] = "pass_rate"
+    with pytest.raises(SettingError, match=line):
+        parsed(grpo_train, "", yaml.safe_dump(saved | gone), tmp_path)
+    with pytest.raises(SettingError, match=line):
+        parsed(grpo_train, "--problem_sampling pass_rate")
 
 
 @pytest.mark.parametrize("script", [grpo_train, sft_train, grpo_eval])

@@ -113,6 +113,10 @@ BAD = {
         {"arms": [GRPO, {"name": "m3po", "settings": {"seed": 1}}]},
         "arms='m3po': seed=1: in arm m3po: the study sets it",
     ),
+    "an end by the clock": (
+        {"base": {"config": "configs/tiny.yaml", "num_steps": 4, "eval_every": 0, "max_wall_minutes": 5}},
+        "max_wall_minutes=5.0: in base: the study sets it",
+    ),
     "a key that no study has": ({"arm": []}, r"arm=\[\]: .*docs/study\.md lists them; did you mean arms"),
     "a key that no evaluation has": ({"evaluations": [{**MEAN, "sample": 3}]}, "sample=3: no such setting"),
     "steps that are no list": ({"evaluations": [{**MEAN, "steps": 4}]}, "steps=4: must be list"),
