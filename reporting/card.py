@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import filter_repo_objects
 
 from errors import RunError, counted, one_line
-from reporting.files import read_metrics, read_run_config
+from reporting.files import changes_of, read_metrics, read_run_config
 from reporting.statistics import clopper_pearson
 
 UPLOADED = (
@@ -48,7 +48,7 @@ ask = pipeline("text-generation", "{name}")
 | setting | value |
 |---|---|
 {recipe}
-
+{changes}
 Versions: {versions}; commit `{commit}`.
 """
 
@@ -96,6 +96,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         name=name,
         use=use.format(asked=KNOWN.get(settings["dataset"], ASKED), limit=settings["max_completion_length"]),
         recipe=_recipe_rows(settings, recipe),
+        changes="".join(f"\n{line}\n" for line in changes_of(settings, PATHS)),
         versions=", ".join(f"{package} {version}" for package, version in settings["versions"].items()),
         commit=settings["commit"],
     )
@@ -180,6 +181,12 @@ def shared_settings(settings):
             shared[name] = [Path(item).name for item in value]
         elif value is not None and not _is_hub_address(value):
             shared[name] = Path(value).name
+    if "changes" in shared:
+        shared["changes"] = [
+            change
+            | {"changed": {name: pair for name, pair in change["changed"].items() if name not in PATHS}}
+            for change in shared["changes"]
+        ]
     if Path(settings["dataset"]).is_dir():  # not to be taken for a data set of the hub, gsm8k or math say
         shared["dataset"] = f"./{shared['dataset']}"
     return shared

@@ -99,6 +99,20 @@ def read_run_config(model):
     return read_yaml(path) if path else {}
 
 
+def changes_of(settings, without=()):
+    """A line on each time that a resumed run went on with other settings; those of the names `without` and
+    what stands for data and files are not shown.
+    """
+    lines = []
+    for change in settings.get("changes") or ():
+        told = settings.keys() - set(without)
+        pairs = [(name, *pair) for name, pair in change["changed"].items() if name in told]
+        if pairs:
+            said = ", ".join(f"`{name}` {was} before, {now} since" for name, was, now in pairs)
+            lines.append(f"Changed after step {change['after_step']}: {said}.")
+    return lines
+
+
 def _on_the_hub(model, name):
     """The path of a file of a model on the hub, or None. Whether there is such a model is seen on loading."""
     from huggingface_hub import hf_hub_download

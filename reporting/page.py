@@ -18,6 +18,7 @@ from statistics import fmean
 
 from errors import counted
 from reporting.files import (
+    changes_of,
     located_records,
     read_metrics,
     read_records,
@@ -227,10 +228,13 @@ def page(folder):
     settings = read_run_config(folder)
     evaluations = read_evaluations(folder / "evaluations.jsonl")
     groups, total = read_groups(folder / "rollouts.jsonl", settings.get("num_generations", 0))
+    shown = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+    if changes := changes_of(settings):
+        shown["changes"] = " ".join(changes).replace("`", "")
     data = {
         "kind": "run",
         "summary": summary(read_metrics(folder), evaluations),
-        "settings": {key: settings[key] for key in SETTINGS if settings.get(key) is not None},
+        "settings": shown,
         "groups": groups,
         "total": total,
         "evaluations": evaluations,

@@ -36,6 +36,7 @@ class Checkpoints:
     def __init__(self, run, inputs):
         self.run, self.learner, self.config, self.folder = run, run.learner, run.config, run.folder
         self.is_main, self.inputs = run.accelerator.is_main_process, inputs
+        self.changed = None  # what a resumed run has otherwise, as Progress keeps it
         if self.config.save_every:
             self._refuse_little_disk()
 
@@ -215,6 +216,11 @@ class Checkpoints:
             is_last = finished_steps(self.folder / FINISHED) == step_of(path)
             if not (is_last and lengthens(self.config, differ)):
                 problem = refusal(self.config, state, differ)
+            if differ and not problem:
+                self.changed = {
+                    "after_step": step_of(path),
+                    "changed": json.loads(json.dumps(differ, sort_keys=True)),
+                }
             if differ and not problem and self.config.resume_anyway:
                 self.run.say(f"going on although this is not what the run was: {shown(differ)}")
             elif differ and not problem:

@@ -19,7 +19,7 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, step_of, write_whole
+from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, read_run_config, step_of, write_whole
 from running.contract import noted
 from running.locks import forget, hold
 from running.settings import names_with, refuse_folder, resolved
@@ -84,7 +84,9 @@ def start_logs(run, state):
                 clear(outer.config)
             for name in LOGS:
                 (folder / name).write_text("")
-        write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
+        changes = run.progress.changes
+        recorded = resolved(config) | ({"changes": changes} if changes else {})
+        write_whole(folder / "run_config.yaml", yaml.safe_dump(recorded, sort_keys=False))
     run.accelerator.wait_for_everyone()
 
 
@@ -214,7 +216,8 @@ def _card(config, folder):
     prompting = Prompting.of(config)
     is_raw = prompting.prompt_format == "raw"
     asks_with = prompting.raw_template if is_raw else prompting.system_prompt
-    return model_card(resolved(config), folder, asks_with, address, recipe)
+    changes = read_run_config(folder).get("changes", [])
+    return model_card(resolved(config) | {"changes": changes}, folder, asks_with, address, recipe)
 
 
 def files_of_model(folder):

@@ -105,7 +105,7 @@ OF_TRL = {  # arguments of TRL's trainers, and what a script's train() has in th
     "callbacks": "is not needed: the loop of the script is there to be changed",
     "reward_processing_classes": "is not needed: a reward is a function, which may hold a model",
 }
-BESIDE = ("versions", "commit", "answerer")  # what a run_config.yaml holds beside settings
+BESIDE = ("versions", "commit", "answerer", "changes")  # what a run_config.yaml holds beside settings
 GONE = {  # settings of earlier versions, and the values with which a run was as it is without them
     "problem_sampling": "uniform", "pass_rate_samples": 4, "pass_rate_power": 4.0, "pass_rate_floor": 0.05,
 }  # fmt: skip

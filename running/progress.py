@@ -1,7 +1,7 @@
 """How far a run has come, and which problems come next."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -36,6 +36,9 @@ class Progress:
     best_step: int | None = None  # after which step it was measured
     since_best: int = 0  # evaluations since then
     unlogged: dict | None = None  # metrics of the last step, if a signal interrupted its evaluation
+    # settings that a resumed run had otherwise, by --resume_anyway or for more steps: [{"after_step": int,
+    # "changed": {name: [there, here]}}]
+    changes: list = field(default_factory=list)
 
     @classmethod
     def from_state(cls, state):

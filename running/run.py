@@ -112,6 +112,8 @@ class Run:
         state = self.checkpoints.resume() if self.config.resume else None
         if state is not None:
             self.progress = Progress.from_state(state)
+            if self.checkpoints.changed:
+                self.progress.changes.append(self.checkpoints.changed)
             self._forget_lost_best()
             self._note_training_time()
             renew_rates(learner.schedule, learner.optimizer)

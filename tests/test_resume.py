@@ -25,11 +25,13 @@ from errors import RunError, SettingError
 from learning import learner, precision
 from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
+from reporting.files import read_run_config
 from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import checkpoints, damage, seal
 from running.contract import data_fingerprint, finished_steps
 from running.launching import signals_to_hand_on
+from running.parsing import parse_config
 from running.progress import Progress
 from running.settings import free_on_resume
 from running.stop import Stop
@@ -1193,6 +1195,20 @@ def test_resume_anyway_decays_with_the_new_value(start, cut, monkeypatch):
     monkeypatch.setattr(learner, "make_optimizer", lambda *args: made.append(honest(*args)) or made[-1])
     grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, weight_decay=0.5))
     assert [group["weight_decay"] for group in made[0][0].param_groups] == [0.5, 0.0]
+
+
+def test_what_resume_anyway_changed_is_told_by_the_folder_the_card_and_the_page(start, cut):
+    """The card of a run whose rate was changed on the way gave the last rate as that of all steps."""
+    changed = dict(weight_decay=0.5, learning_rate=2e-4)
+    grpo_train.train(settings_of(start, cut, resume=True, resume_anyway=True, **changed))
+    [change] = read_run_config(cut)["changes"]
+    assert change == {"after_step": 2, "changed": {"learning_rate": [0.01, 2e-4], "weight_decay": [0.0, 0.5]}}
+    line = "Changed after step 2: `learning_rate` 0.01 before, 0.0002 since, "
+    line += "`weight_decay` 0.0 before, 0.5 since."
+    assert line in (cut / "README.md").read_text()
+    assert line.replace("`", "") in (cut / "report.html").read_text()
+    config = parse_config(grpo_train.Config, ["--config", str(cut / "run_config.yaml")])
+    assert config.learning_rate == 2e-4, "it is a --config, as ever"
 
 
 def test_a_run_without_a_reference_cannot_go_on_with_one(start, tmp_path):
