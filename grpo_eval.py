@@ -135,7 +135,7 @@ class LocalModel:
         self.questions, _ = prompting.encode(tokenizer, problems, longest)
         asked = {id(question.problem) for question in self.questions}
         skipped = [problem for problem in problems if id(problem) not in asked]
-        self.skipped = [prompting.encoded(tokenizer, problem) for problem in skipped]
+        self.skipped = prompting.encoded(tokenizer, skipped)
         self.remarks = prompting.remarks(tokenizer, self.questions)
         dtype = compute_dtype(config.precision, device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()

@@ -85,7 +85,7 @@ def solve(question, solver, temperature=0.0, seed=0):
     questions = [question] if isinstance(question, str) else list(question)
     problems = [Problem(asked, "") if isinstance(asked, str) else asked for asked in questions]
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
-    asked = [prompting.encoded(decoder.tokenizer, problem) for problem in problems]
+    asked = prompting.encoded(decoder.tokenizer, problems)
     check_positions(decoder.model, asked, solver)
     answers = decoder.complete([p.ids for p in asked], Sampling(limit, temperature=temperature), seed)
     solutions = []

@@ -169,13 +169,13 @@ class Prompting:
         before = f"{self.system_prompt}\n\n" if self.system_prompt else ""
         return f"{before}Question: {QUESTION_PLACE}\nAnswer: "
 
-    def ids(self, tokenizer, prompt):
-        """The ids of a prompt. Chat templates write their own BOS; a raw prompt gets the tokenizer's."""
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if self.prompt_format == "raw":
-            before = ids_before(tokenizer)
-            return ids if ids[: len(before)] == before else before + ids
-        return ids
+    def ids(self, tokenizer, prompts):
+        """The ids of each prompt. Chat templates write their own BOS; a raw prompt gets the tokenizer's."""
+        if not prompts:
+            return []
+        ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]  # all at once, in many threads
+        before = ids_before(tokenizer) if self.prompt_format == "raw" else []
+        return [own if own[: len(before)] == before else before + own for own in ids]
 
     def encode(self, tokenizer, problems, max_prompt_length):
         """The problems with their prompts, and how many were left out because theirs has too many tokens.
@@ -183,7 +183,7 @@ class Prompting:
         No prompt is ever cut. Raises DataError where every prompt is too long, one has no tokens, or the
         template leaves the question out.
         """
-        encoded = [self.encoded(tokenizer, problem) for problem in problems]
+        encoded = self.encoded(tokenizer, problems)
         kept = [p for p in encoded if len(p.ids) <= max_prompt_length]
         if not kept:
             shortest = min((len(p.ids) for p in encoded), default=0)
@@ -198,16 +198,18 @@ class Prompting:
             raise DataError("the chat template gives another prompt each time: no run could be repeated")
         return kept, len(encoded) - len(kept)
 
-    def encoded(self, tokenizer, problem):
-        """A problem with its prompt."""
-        prompt = self.build(tokenizer, problem)
-        ids = self.ids(tokenizer, prompt)
-        if not ids:
-            raise DataError(
-                f"the tokenizer makes no token of the prompt {prompt[:60]!r}: "
-                f"it does not belong to this model"
-            )
-        return EncodedProblem(problem, prompt, ids, self.opening(problem, prompt))
+    def encoded(self, tokenizer, problems):
+        """The problems with their prompts."""
+        prompts = [self.build(tokenizer, problem) for problem in problems]
+        encoded = []
+        for problem, prompt, ids in zip(problems, prompts, self.ids(tokenizer, prompts), strict=True):
+            if not ids:
+                raise DataError(
+                    f"the tokenizer makes no token of the prompt {prompt[:60]!r}: "
+                    f"it does not belong to this model"
+                )
+            encoded.append(EncodedProblem(problem, prompt, ids, self.opening(problem, prompt)))
+        return encoded
 
     def opening(self, problem, prompt):
         """The end of a prompt that belongs to the answer: what the data begins of it, or a tag it opens."""
@@ -381,10 +383,14 @@ def responses(problems, tokenizer, config):
     if eos is None:
         remedy = "the tokenizer names no EOS token, and the chat template writes none: set eos_token"
         raise SettingError("model", config.model, f"{remedy} in tokenizer_config.json")
+    texts = [
+        answer_format.after_opening(
+            p.problem.response or _worked_answer(p.problem, answer_format, config), p.opening
+        )
+        for p in problems
+    ]
     kept = []
-    for p in problems:
-        text = p.problem.response or _worked_answer(p.problem, answer_format, config)
-        ids = tokenizer(answer_format.after_opening(text, p.opening), add_special_tokens=False)["input_ids"]
+    for p, ids in zip(problems, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
         ids += [eos] if ids[-1:] != [eos] else []  # some data ends its responses on it already
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))

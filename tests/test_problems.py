@@ -769,11 +769,12 @@ def test_a_bos_that_post_processing_adds_is_in_plain_and_raw_prompts_once_and_mi
     bare.save_pretrained(tmp_path)
     elsewhere = AutoTokenizer.from_pretrained(tmp_path)
     assert WITH_SYSTEM.encode(elsewhere, [Problem("Q", "1")], 99)[0][0].ids == asked.ids
-    assert R.encoded(bare, Problem("one", "1")).ids == [bos, *tokenizer("Q: one")["input_ids"]]
     whole = Problem("<|endoftext|>Q", "1", is_prompt=True)
-    assert R.encoded(bare, whole).ids == [bos, *tokenizer("Q")["input_ids"]]
+    [one, other] = R.encoded(bare, [Problem("one", "1"), whole])
+    assert one.ids == [bos, *tokenizer("Q: one")["input_ids"]]
+    assert other.ids == [bos, *tokenizer("Q")["input_ids"]]
     without = with_bos(tokenizer, CHAT_TEMPLATE)
-    asked = WITH_SYSTEM.encoded(without, Problem("Q", "1"))
+    [asked] = WITH_SYSTEM.encoded(without, [Problem("Q", "1")])
     [remark] = WITH_SYSTEM.remarks(without, [asked])
     assert "puts '<|endoftext|>' in front of a text, and the chat template does not" in remark
 
@@ -860,14 +861,14 @@ OPENINGS = [
 def test_what_a_template_opens_of_the_answer_is_the_answer_s(tokenizer, name, end, opening):
     """The r1 layout paid 0 for a right completion, whose <think> stood in the prompt."""
     template = f"{CHAT_TEMPLATE}{{{{ {end!r} }}}}"
-    asked = Prompting(name, "<think> S").encoded(copy_of(tokenizer, template), Problem("Q", "1"))
+    [asked] = Prompting(name, "<think> S").encoded(copy_of(tokenizer, template), [Problem("Q", "1")])
     assert asked.opening == opening
     assert asked.answered(Completion([], "so", True)).text == opening + "so"
 
 
 def test_the_raw_prompt_of_r1_ends_in_the_think_that_it_opens(tokenizer):
     asking = Prompting("r1", ANSWER_FORMATS["r1"].raw_prompt, prompt_format="raw")
-    asked = asking.encoded(tokenizer, Problem("How many {question}?", "1"))
+    [asked] = asking.encoded(tokenizer, [Problem("How many {question}?", "1")])
     assert asked.prompt.endswith("\nUser: How many {question}?\nAssistant: <think>")
     text = asked.answered(Completion([], " so </think> <answer> 1 </answer>", True)).text
     assert r1_format_reward([text]) == [1.0]
@@ -1058,7 +1059,7 @@ def test_an_answer_that_the_data_begins_is_read_from_its_beginning(tokenizer):
     """Its <think> was not the completion's, so that the r1 layout paid 0."""
     begun = "<think>\nLet me see"
     chat = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": begun})
-    encoded = Prompting("r1", "S").encoded(tokenizer, Problem("Q", "1", messages=chat))
+    [encoded] = Prompting("r1", "S").encoded(tokenizer, [Problem("Q", "1", messages=chat)])
     assert encoded.prompt.endswith(begun)
     rest = Completion([], ".\n</think>\n<answer>\n1\n</answer>", ended=True)
     assert r1_format_reward(completions=[encoded.answered(rest).text]) == [1.0]

@@ -174,7 +174,7 @@ def test_a_response_goes_on_from_what_the_prompt_opened(tokenizer):
     opening = copy.deepcopy(tokenizer)
     opening.chat_template = R1
     config = sft_train.Config(answer_format="r1")
-    asked = Prompting.of(config).encoded(opening, Problem("q", "17", "12 + 5\n#### 17"))
+    [asked] = Prompting.of(config).encoded(opening, [Problem("q", "17", "12 + 5\n#### 17")])
     given = replace(asked.problem, response="<think>12</think> <answer>17</answer>")
     other = replace(asked.problem, response=" 12</think> <answer>17</answer><|im_end|>")
     pairs = [asked, replace(asked, problem=given), replace(asked, problem=other)]
