@@ -4,8 +4,9 @@
 
 in_process is how TRL's colocate mode runs it. engine_process is its default: an engine in a process of its
 own, with asynchronous scheduling. Without log-probs, and with those of the sampled tokens (`logprobs=0`), for
-which a trainer asks. Graphs are captured at every multiple of 8 rows up to 512; the prefix cache is cleared
-before each timed call, since the weights of a trainer have changed by then. Prints a line of JSON a number.
+which a trainer asks. Graphs are captured at every multiple of 8 rows up to those of the case; the prefix
+cache is cleared before each timed call, since the weights of a trainer have changed by then. Prints a line of
+JSON a number.
 """
 
 import argparse
@@ -22,11 +23,11 @@ MODES = {"in_process": "0", "engine_process": "1"}
 MARK = "vllm "
 
 
-def engine(model, longest, **more):
+def engine(model, longest, rows, **more):
     from vllm import LLM
 
-    sizes = list(range(8, 513, 8))
-    how = dict(dtype="bfloat16", seed=0, max_model_len=longest, max_num_seqs=512, gpu_memory_utilization=0.5)
+    sizes = list(range(8, rows + 1, 8))
+    how = dict(dtype="bfloat16", seed=0, max_model_len=longest, max_num_seqs=rows, gpu_memory_utilization=0.5)
     return LLM(model=str(model), compilation_config={"cudagraph_capture_sizes": sizes}, **how, **more)
 
 
@@ -53,7 +54,7 @@ def random_case(name, shape, prompts, G, emit):
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)
         started = time.perf_counter()
-        llm = engine(folder, P + 400 + 1, load_format="dummy", skip_tokenizer_init=True)
+        llm = engine(folder, P + 400 + 1, prompts * G, load_format="dummy", skip_tokenizer_init=True)
         emit(name, "setup_seconds", time.perf_counter() - started, "s")
         generator = torch.Generator().manual_seed(1)
         asked = torch.randint(1, REAL, (prompts, P), generator=generator).tolist()
@@ -76,7 +77,7 @@ def gsm8k_case(name, folder, data, emit):
     from vllm import SamplingParams
 
     started = time.perf_counter()
-    llm = engine(folder, 512 + 300)
+    llm = engine(folder, 512 + 300, 512)
     emit(name, "setup_seconds", time.perf_counter() - started, "s")
     prompts = gsm8k_prompts(folder, data)[1]
     seconds, made = timed(llm, prompts, SamplingParams(temperature=0.0, max_tokens=300, detokenize=False))
