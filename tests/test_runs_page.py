@@ -182,8 +182,10 @@ def test_a_folder_without_runs_is_refused_in_one_line(reporting, tmp_path):
     assert "--watch 0.1: must be from 1 to 86400 seconds" in said
     status, _, [said] = reporting(tmp_path, "--out", "a", "--out", "b")
     assert (status, said) == (2, "python -m reporting: --out is given 2 times: give one folder")
-    status, _, [said] = reporting("a" * 300)
-    assert (status, "a name of 300 characters" in said) == (2, True)
+    for name in ("a" * 300, "a" * 300 + "/run", "长" * 100, "run/" * 2000):  # 300 bytes are too many
+        for words in ((name,), (tmp_path, "--out", name)):
+            status, _, [said] = reporting(*words)
+            assert (status, f"a name of {len(name)} characters is no folder's" in said) == (2, True)
     assert not list((tmp_path / "empty").iterdir())
 
 
