@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import yaml
 from safetensors import SafetensorError
@@ -211,13 +212,18 @@ def upload(run, note):
 
 
 def _card(config, folder):
-    address = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
+    """The card of the model in a folder. Its run's settings are those in there: a finished run that is only
+    uploaded may be given others with --resume_anyway.
+    """
+    free = set(names_with(type(config), "resume", "free"))
+    trained = {name: value for name, value in read_run_config(folder).items() if name not in free}
+    settings = resolved(config) | trained
+    address = HUB.get(settings["dataset"], {"": (settings["dataset"], None)})[""][0]
     recipe = names_with(type(config), "in_card")
-    prompting = Prompting.of(config)
+    prompting = Prompting.of(SimpleNamespace(**settings))
     is_raw = prompting.prompt_format == "raw"
     asks_with = prompting.raw_template if is_raw else prompting.system_prompt
-    changes = read_run_config(folder).get("changes", [])
-    return model_card(resolved(config) | {"changes": changes}, folder, asks_with, address, recipe)
+    return model_card(settings, folder, asks_with, address, recipe)
 
 
 def files_of_model(folder):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,6 +146,21 @@ def test_the_card_tells_what_came_before(tmp_path):
     assert "A warm start came first: 7 steps of supervised fine-tuning on openai/gsm8k" in text
     plain = settings | dict(model="me/base", warm_start="none")
     assert "fine-tuning" not in card.model_card(plain, tmp_path / "out", "s", "d", [])
+
+
+def test_the_card_of_a_finished_run_that_is_uploaded_has_the_settings_it_was_trained_with(
+    recipe_start, tmp_path, monkeypatch
+):
+    """With --resume_anyway it had those of the last command, by which no step was taken."""
+    config = config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, learning_rate=1e-3)
+    grpo_train.train(config)
+    monkeypatch.setattr(card.HfApi, "create_repo", lambda *args, **kwargs: None)
+    monkeypatch.setattr(card.HfApi, "upload_folder", lambda *args, **kwargs: "there")
+    again = dict(resume=True, resume_anyway=True, push_to_hub=True, hub_model_id="me/mine")
+    grpo_train.train(replace(config, learning_rate=0.5, **again))
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "| `learning_rate` | 0.001 |" in text
+    assert 'pipeline("text-generation", "me/mine")' in text
 
 
 @pytest.mark.slow
