@@ -24,6 +24,13 @@ WEIGHT_FILES = (  # that transformers and peft would load from a folder
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
+LONGEST_VALUE = 60  # characters of a setting's value in a line on what a resumed run changed
+DIGESTS = {  # what a run notes of what it reads, and what that is
+    "data": "the problems or their prompts",
+    "held_out": "the held-out problems or their prompts",
+    "rewards": "the rewards",
+    "start": "the model that it started from",
+}
 MODEL_FILES = (
     *WEIGHT_FILES,
     "config.json",
@@ -99,18 +106,25 @@ def read_run_config(model):
     return read_yaml(path) if path else {}
 
 
-def changes_of(settings, without=()):
-    """A line on each time that a resumed run went on with other settings; those of the names `without` and
-    what stands for data and files are not shown.
-    """
+def changes_of(settings):
+    """A line on each time that a resumed run went on with other settings, data or files."""
     lines = []
     for change in settings.get("changes") or ():
-        told = settings.keys() - set(without)
-        pairs = [(name, *pair) for name, pair in change["changed"].items() if name in told]
-        if pairs:
-            said = ", ".join(f"`{name}` {was} before, {now} since" for name, was, now in pairs)
+        said = ", ".join(_changed(name, *pair) for name, pair in change["changed"].items())
+        if said:
             lines.append(f"Changed after step {change['after_step']}: {said}.")
     return lines
+
+
+def _changed(name, was, now):
+    """The two values of a setting, where each fits into a line; of data and files only that they differ."""
+    if name in DIGESTS:
+        return DIGESTS[name]
+    texts = [" ".join(str(value).split()) or "nothing" for value in (was, now)]
+    if max(map(len, texts)) > LONGEST_VALUE:
+        return f"`{name}` (see run_config.yaml)"
+    was, now = (text if re.fullmatch(r"[\w.+-]+", text) else f"`{text.replace('`', ' ')}`" for text in texts)
+    return f"`{name}` {was} before, {now} since"
 
 
 def _on_the_hub(model, name):

@@ -148,6 +148,30 @@ def test_the_card_tells_what_came_before(tmp_path):
     assert "fine-tuning" not in card.model_card(plain, tmp_path / "out", "s", "d", [])
 
 
+TOLD = [  # what a resumed run changed, and what the card says of it
+    (("answer_format", "xml", "/home/me/mine.py:mine"), "`answer_format` xml before, `mine.py:mine` since"),
+    (("dataset", "/home/me/a.jsonl", "openai/gsm8k"), "`dataset` a.jsonl before, gsm8k since"),
+    (("reward", None, ["/home/me/r.py:f=2"]), "`reward` None before, `['r.py:f=2']` since"),
+    (("system_prompt", None, "# So\n</reasoning>"), "`system_prompt` None before, `# So </reasoning>` since"),
+    (("system_prompt", None, "Think. " * 20), "`system_prompt` (see run_config.yaml)"),
+    (("data", "0a1b", "2c3d"), "the problems or their prompts"),
+    (("world_size", 1, 2), "`world_size` 1 before, 2 since"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), TOLD)
+def test_what_was_changed_on_the_way_goes_out_in_a_line_without_paths(change, told, tmp_path):
+    """A text was a heading of the card, and what may be a path was not told at all."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "train_seconds": 60}')
+    name, *pair = change
+    changes = [{"after_step": 2, "changed": {name: pair, "warm_start": ["/home/a.yaml", "/home/me/a.yaml"]}}]
+    settings = dict(lora_r=0, answer_format="xml", max_completion_length=8, dataset="d", model="me/base")
+    settings |= dict(versions={}, commit="c", changes=changes, warm_start_cache="/home/me/cache")
+    text = card.model_card(settings, tmp_path, "s", "d", [])
+    assert f"\n\nChanged after step 2: {told}.\n\nVersions" in text
+    assert "home" not in text + yaml.safe_dump(card.shared_settings(settings))
+
+
 def test_the_card_of_a_finished_run_that_is_uploaded_has_the_settings_it_was_trained_with(
     recipe_start, tmp_path, monkeypatch
 ):
