@@ -6,12 +6,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import filter_repo_objects
 
 from errors import RunError, counted, one_line
-from reporting.files import changes_of, read_metrics, read_run_config
+from reporting.files import changes_of, read_metrics, read_run_config, yaml_text
 from reporting.statistics import clopper_pearson
 
 UPLOADED = (
@@ -221,7 +220,7 @@ def _stage(folder, staging):
     settings = staging / "run_config.yaml"
     if settings.exists():
         settings.unlink()
-        shared = yaml.safe_dump(shared_settings(read_run_config(folder)), sort_keys=False)
+        shared = yaml_text(shared_settings(read_run_config(folder)))
         settings.write_text(shared, encoding="utf-8")
     adapter = staging / "adapter" / "adapter_config.json"
     if adapter.exists():

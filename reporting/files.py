@@ -71,6 +71,18 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _m
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))
 
 
+class _StrictDumper(yaml.SafeDumper):
+    """What _StrictLoader reads as it was: a text such as 5e-6 gets quotes."""
+
+
+_StrictDumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))
+
+
+def yaml_text(values):
+    """A dict as YAML that `read_yaml` reads as it was, in its order."""
+    return yaml.dump(values, Dumper=_StrictDumper, sort_keys=False)
+
+
 def here_or_ours(path):
     """A file seen from this folder, or else the project's own of that name, which its recipes name."""
     return ours if not Path(path).exists() and (ours := ROOT / path).exists() else Path(path)

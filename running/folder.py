@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -20,7 +19,16 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, read_run_config, step_of, write_whole
+from reporting.files import (
+    FINISHED,
+    LOGS,
+    MODEL_FILES,
+    STRANGERS,
+    read_run_config,
+    step_of,
+    write_whole,
+    yaml_text,
+)
 from running.contract import noted
 from running.locks import forget, hold
 from running.settings import names_with, refuse_folder, resolved
@@ -87,7 +95,7 @@ def start_logs(run, state):
                 (folder / name).write_text("")
         changes = run.progress.changes
         recorded = resolved(config) | ({"changes": changes} if changes else {})
-        write_whole(folder / "run_config.yaml", yaml.safe_dump(recorded, sort_keys=False))
+        write_whole(folder / "run_config.yaml", yaml_text(recorded))
     run.accelerator.wait_for_everyone()
 
 

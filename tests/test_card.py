@@ -187,6 +187,16 @@ def test_the_card_of_a_finished_run_that_is_uploaded_has_the_settings_it_was_tra
     assert 'pipeline("text-generation", "me/mine")' in text
 
 
+def test_a_folder_that_reads_as_a_number_stays_a_name(recipe_start, tmp_path, monkeypatch):
+    """The run_config.yaml of --output_dir 1e-5 was no --config, nor could its model be gone on with."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of("oneshot", recipe_start, "1e-5", grpo_train)
+    grpo_train.train(config)
+    assert parse_config(grpo_train.Config, ["--config", "1e-5/run_config.yaml"]).output_dir == "1e-5"
+    grpo_train.train(replace(config, model="1e-5", output_dir="2e-5"))
+    assert "1e-5 was made: " in (tmp_path / "2e-5" / "README.md").read_text()
+
+
 @pytest.mark.slow
 @missing("peft")
 def test_an_adapter_names_its_base_and_loads_with_peft_s_auto_classes(recipe_start, tmp_path):
