@@ -28,7 +28,6 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
@@ -58,7 +57,7 @@ from reporting.comparison import (
     write_comparison_page,
 )
 from reporting.evaluation import forget_answers, skipped_record, summarise, told, write_evaluation
-from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole
+from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole, yaml_text
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, equal_by_meaning, right_answers
 from running.eval_config import Config, refuse_untrained
@@ -263,7 +262,7 @@ def begin(asked, config):
             raise SettingError("name", folder.name, f"{folder} {kind}: give another --name")
     if is_first_of_node():
         make_folder(folder)
-        write_whole(folder / "run_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_whole(folder / "run_config.yaml", yaml_text(settings))
 
 
 def prompt_hash(question):

@@ -33,7 +33,7 @@ from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems, problems_of, responses
-from reporting.files import write_whole
+from reporting.files import read_run_config, write_whole
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
@@ -164,7 +164,8 @@ def warm_start(config, run):
         train(settings, run)  # with resume it refuses to go on from one of other settings or data
         if is_main:
             write_whole(note, json.dumps(made_with))
-            keep(cache, key, settings)
+            if not read_run_config(folder).get("changes"):  # else the key names another one
+                keep(cache, key, settings)
     run.accelerator.wait_for_everyone()
     return run.find_folder(folder)
 

@@ -7,7 +7,8 @@ The clock is that of the trainer's process, as for ours, and the evaluation come
 the recipe's supervised start, by sft_train.py within that process: its seconds count alike, and what differs
 is GRPO. What the recipe has of GRPOConfig's settings is taken over; `--trl_settings NAME=VALUE ...` changes
 them. On a card: float32 weights under the recipe's autocast, as ours (with LoRA the frozen ones in its dtype,
-and adapters on every linear layer of the body); activations are kept, 64 rows at once.
+and adapters on every linear layer of the body, or where the recipe has them); activations are kept, 64 rows
+at once.
 The learning rate falls by the clock where the recipe's does. vLLM is in the trainer's process (colocate);
 0.26 goes with torch 2.11. For the curve the share of right samples is logged, by a reward function of weight
 0.
@@ -117,14 +118,21 @@ def a_trainer(args, config, start, out, end):
     settings = trl_settings(config, args) | dict(output_dir=str(out / "trl"), reward_weights=list(weights))
     how = dict(args=GRPOConfig(**settings), train_dataset=Dataset.from_list(rows))
     if config.lora_r:
-        from peft import LoraConfig
-
-        adapters = dict(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules="all-linear")
-        how["peft_config"] = LoraConfig(**adapters, task_type="CAUSAL_LM")
+        how["peft_config"] = adapters(config)
     trainer = with_our_rates(GRPOTrainer, config, end)(start, functions, processing_class=tokenizer, **how)
     clock = a_clock(end)
     trainer.add_callback(clock)
     return trainer, clock
+
+
+def adapters(config):
+    """The LoraConfig of a Config of ours."""
+    from peft import LoraConfig
+
+    where = config.lora_target_modules or "all-linear"
+    return LoraConfig(
+        r=config.lora_r, lora_alpha=config.lora_alpha, target_modules=where, task_type="CAUSAL_LM"
+    )
 
 
 def with_our_rates(trainer, config, end):

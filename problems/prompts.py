@@ -24,6 +24,7 @@ PLAIN_TEMPLATE = (
 PROMPT_FORMATS = ("chat", "raw")
 SYSTEM_ROLES = ("system", "developer")
 QUESTION_PLACE = "{question}"
+AT_ONCE = 1000  # texts that are tokenised at once
 REMARKED = 50  # so many prompts are looked at for what the template changes
 # Templates that ask for the date are told this one, in every run: prompts with today's date would differ from
 # yesterday's. Llama 3's own template falls back to it.
@@ -171,10 +172,8 @@ class Prompting:
 
     def ids(self, tokenizer, prompts):
         """The ids of each prompt. Chat templates write their own BOS; a raw prompt gets the tokenizer's."""
-        if not prompts:
-            return []
-        ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]  # all at once, in many threads
         before = ids_before(tokenizer) if self.prompt_format == "raw" else []
+        ids = ids_of(tokenizer, prompts)
         return [own if own[: len(before)] == before else before + own for own in ids]
 
     def encode(self, tokenizer, problems, max_prompt_length):
@@ -301,6 +300,16 @@ def _letters(text):
     return "".join(text.casefold().split())
 
 
+def ids_of(tokenizer, texts):
+    """The ids of each text. The tokenizer gets many at once, for its threads, but not all: until it is
+    through it keeps much more of a text than its ids.
+    """
+    ids = []
+    for i in range(0, len(texts), AT_ONCE):
+        ids += tokenizer(texts[i : i + AT_ONCE], add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def ids_before(tokenizer):
     """The ids, such as BOS, that the tokenizer puts before a text by itself."""
     whole = tokenizer("1")["input_ids"]
@@ -390,7 +399,7 @@ def responses(problems, tokenizer, config):
         for p in problems
     ]
     kept = []
-    for p, ids in zip(problems, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+    for p, ids in zip(problems, ids_of(tokenizer, texts), strict=True):
         ids += [eos] if ids[-1:] != [eos] else []  # some data ends its responses on it already
         if len(ids) <= config.max_completion_length:
             kept.append((p, ids))

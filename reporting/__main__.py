@@ -6,6 +6,7 @@ in; report.html is written where a run has none, or one that is older than its l
 """
 
 import argparse
+import errno
 import functools
 import os
 import sys
@@ -18,7 +19,6 @@ from reporting.page import write_report
 from reporting.plots import draw
 from reporting.runs import folders_below, is_evaluation, is_run, names_of, write_runs_page
 
-LONGEST_NAME = 255  # bytes, of most file systems
 STILL_GOING = 180  # seconds since the last line of a log
 
 
@@ -36,8 +36,8 @@ def main():
     if args.out is not None and len(args.out) > 1:
         refuse(f"--out is given {len(args.out)} times: give one folder")
     args.out = args.out[0] if args.out else None
-    if too_long := [name for name in (*args.runs, args.out or "") if len(Path(name).name) > LONGEST_NAME]:
-        refuse(f"{too_long[0][:60]} ...: a name of {len(too_long[0])} characters is no folder's")
+    for name in (*args.runs, args.out or "."):
+        refuse_too_long(name)
     if args.watch is not None and not 1 <= args.watch <= 86400:
         refuse(f"--watch {args.watch:g}: must be from 1 to 86400 seconds")
     runs, evaluations = find(args)
@@ -66,6 +66,15 @@ def main():
 def refuse(line):
     print(f"python -m reporting: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def refuse_too_long(name):
+    """Refuse a path that is too long for the file system, as a whole or in a part of it."""
+    try:
+        os.lstat(name)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            refuse(f"{name[:60]} ...: a name of {len(name)} characters is no folder's")
 
 
 def find(args):

@@ -6,12 +6,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import filter_repo_objects
 
 from errors import RunError, counted, one_line
-from reporting.files import changes_of, read_metrics, read_run_config
+from reporting.files import changes_of, read_metrics, read_run_config, yaml_text
 from reporting.statistics import clopper_pearson
 
 UPLOADED = (
@@ -19,7 +18,7 @@ UPLOADED = (
     "adapter/* special_tokens_map.json vocab.* merges.txt *.model *.py run_config.yaml metrics.jsonl"
 ).split()
 # settings that may be paths
-PATHS = "model dataset system_prompt_file answer_format warm_start output_dir reward".split()
+PATHS = "model dataset system_prompt_file answer_format warm_start warm_start_cache output_dir reward".split()
 NOT_UPLOADED = "checkpoint-*/* warm_start/* trackers/* wandb/* best/* .*".split()  # though named above
 
 CARD = """---
@@ -96,7 +95,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         name=name,
         use=use.format(asked=KNOWN.get(settings["dataset"], ASKED), limit=settings["max_completion_length"]),
         recipe=_recipe_rows(settings, recipe),
-        changes="".join(f"\n{line}\n" for line in changes_of(settings, PATHS)),
+        changes="".join(f"\n{line}\n" for line in changes_of({"changes": shared_changes(settings)})),
         versions=", ".join(f"{package} {version}" for package, version in settings["versions"].items()),
         commit=settings["commit"],
     )
@@ -182,14 +181,31 @@ def shared_settings(settings):
         elif value is not None and not _is_hub_address(value):
             shared[name] = Path(value).name
     if "changes" in shared:
-        shared["changes"] = [
-            change
-            | {"changed": {name: pair for name, pair in change["changed"].items() if name not in PATHS}}
-            for change in shared["changes"]
-        ]
+        shared["changes"] = shared_changes(settings)
     if Path(settings["dataset"]).is_dir():  # not to be taken for a data set of the hub, gsm8k or math say
         shared["dataset"] = f"./{shared['dataset']}"
     return shared
+
+
+def shared_changes(settings):
+    """What a resumed run changed, each path cut to its name; what is the same then is left out."""
+    shared = []
+    for change in settings.get("changes") or ():
+        pairs = {
+            name: [_file_names(value) for value in pair] if name in PATHS else pair
+            for name, pair in change["changed"].items()
+        }
+        shared.append(
+            change | {"changed": {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}}
+        )
+    return shared
+
+
+def _file_names(value):
+    """A path, or each of several, without its folders; None stays."""
+    if isinstance(value, list):
+        return [Path(item).name for item in value]
+    return value and Path(value).name
 
 
 def _stage(folder, staging):
@@ -204,7 +220,7 @@ def _stage(folder, staging):
     settings = staging / "run_config.yaml"
     if settings.exists():
         settings.unlink()
-        shared = yaml.safe_dump(shared_settings(read_run_config(folder)), sort_keys=False)
+        shared = yaml_text(shared_settings(read_run_config(folder)))
         settings.write_text(shared, encoding="utf-8")
     adapter = staging / "adapter" / "adapter_config.json"
     if adapter.exists():

@@ -24,6 +24,13 @@ WEIGHT_FILES = (  # that transformers and peft would load from a folder
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
+LONGEST_VALUE = 60  # characters of a setting's value in a line on what a resumed run changed
+DIGESTS = {  # what a run notes of what it reads, and what that is
+    "data": "the problems or their prompts",
+    "held_out": "the held-out problems or their prompts",
+    "rewards": "the rewards",
+    "start": "the model that it started from",
+}
 MODEL_FILES = (
     *WEIGHT_FILES,
     "config.json",
@@ -64,6 +71,18 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _m
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))
 
 
+class _StrictDumper(yaml.SafeDumper):
+    """What _StrictLoader reads as it was: a text such as 5e-6 gets quotes."""
+
+
+_StrictDumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))
+
+
+def yaml_text(values):
+    """A dict as YAML that `read_yaml` reads as it was, in its order."""
+    return yaml.dump(values, Dumper=_StrictDumper, sort_keys=False)
+
+
 def here_or_ours(path):
     """A file seen from this folder, or else the project's own of that name, which its recipes name."""
     return ours if not Path(path).exists() and (ours := ROOT / path).exists() else Path(path)
@@ -99,18 +118,25 @@ def read_run_config(model):
     return read_yaml(path) if path else {}
 
 
-def changes_of(settings, without=()):
-    """A line on each time that a resumed run went on with other settings; those of the names `without` and
-    what stands for data and files are not shown.
-    """
+def changes_of(settings):
+    """A line on each time that a resumed run went on with other settings, data or files."""
     lines = []
     for change in settings.get("changes") or ():
-        told = settings.keys() - set(without)
-        pairs = [(name, *pair) for name, pair in change["changed"].items() if name in told]
-        if pairs:
-            said = ", ".join(f"`{name}` {was} before, {now} since" for name, was, now in pairs)
+        said = ", ".join(_changed(name, *pair) for name, pair in change["changed"].items())
+        if said:
             lines.append(f"Changed after step {change['after_step']}: {said}.")
     return lines
+
+
+def _changed(name, was, now):
+    """The two values of a setting, where each fits into a line; of data and files only that they differ."""
+    if name in DIGESTS:
+        return DIGESTS[name]
+    texts = [" ".join(str(value).split()) or "nothing" for value in (was, now)]
+    if max(map(len, texts)) > LONGEST_VALUE:
+        return f"`{name}` (see run_config.yaml)"
+    was, now = (text if re.fullmatch(r"[\w.+-]+", text) else f"`{text.replace('`', ' ')}`" for text in texts)
+    return f"`{name}` {was} before, {now} since"
 
 
 def _on_the_hub(model, name):

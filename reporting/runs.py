@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from errors import SettingError, counted
-from reporting.files import FINISHED, damaged_lines, read_metrics, read_run_config, write_whole
+from reporting.files import FINISHED, changes_of, damaged_lines, read_metrics, read_run_config, write_whole
 from reporting.page import filled, style_of_a_page
 from reporting.plots import PANELS, is_rounding
 
@@ -146,6 +146,7 @@ def _settings_of(folder, notes):
     except SettingError as error:
         notes.append(f"{folder}: its settings are left out: {error}")
         return {}
+    settings["changes"] = " ".join(changes_of(settings)).replace("`", "")
     versions = settings.pop("versions", None)
     if isinstance(versions, dict):
         settings |= {f"{VERSION_OF}{package}": version for package, version in versions.items()}

@@ -7,8 +7,8 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -19,7 +19,16 @@ from learning.parallel import raise_on_all, together
 from problems.prompts import Prompting
 from problems.sources import GIVEN, HUB
 from reporting.card import model_card, push
-from reporting.files import FINISHED, LOGS, MODEL_FILES, STRANGERS, read_run_config, step_of, write_whole
+from reporting.files import (
+    FINISHED,
+    LOGS,
+    MODEL_FILES,
+    STRANGERS,
+    read_run_config,
+    step_of,
+    write_whole,
+    yaml_text,
+)
 from running.contract import noted
 from running.locks import forget, hold
 from running.settings import names_with, refuse_folder, resolved
@@ -86,7 +95,7 @@ def start_logs(run, state):
                 (folder / name).write_text("")
         changes = run.progress.changes
         recorded = resolved(config) | ({"changes": changes} if changes else {})
-        write_whole(folder / "run_config.yaml", yaml.safe_dump(recorded, sort_keys=False))
+        write_whole(folder / "run_config.yaml", yaml_text(recorded))
     run.accelerator.wait_for_everyone()
 
 
@@ -211,13 +220,18 @@ def upload(run, note):
 
 
 def _card(config, folder):
-    address = HUB.get(config.dataset, {"": (config.dataset, None)})[""][0]
+    """The card of the model in a folder. Its run's settings are those in there: a finished run that is only
+    uploaded may be given others with --resume_anyway.
+    """
+    free = set(names_with(type(config), "resume", "free"))
+    trained = {name: value for name, value in read_run_config(folder).items() if name not in free}
+    settings = resolved(config) | trained
+    address = HUB.get(settings["dataset"], {"": (settings["dataset"], None)})[""][0]
     recipe = names_with(type(config), "in_card")
-    prompting = Prompting.of(config)
+    prompting = Prompting.of(SimpleNamespace(**settings))
     is_raw = prompting.prompt_format == "raw"
     asks_with = prompting.raw_template if is_raw else prompting.system_prompt
-    changes = read_run_config(folder).get("changes", [])
-    return model_card(resolved(config) | {"changes": changes}, folder, asks_with, address, recipe)
+    return model_card(settings, folder, asks_with, address, recipe)
 
 
 def files_of_model(folder):

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import yaml
 from accelerate import Accelerator
 from tqdm import tqdm
 
@@ -41,6 +40,7 @@ from learning.models import (
 )
 from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems, problems_of, responses
+from reporting.files import yaml_text
 from rewards import RewardLog, check_rewards, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do, trainer_state
@@ -76,7 +76,7 @@ class Report:
         if self.lines:
             print("\n".join(["", *self.lines]))
         if self.config.verbose:
-            print("\n" + yaml.safe_dump(dataclasses.asdict(self.config), sort_keys=False))
+            print("\n" + yaml_text(dataclasses.asdict(self.config)))
         print(end="", flush=True)
 
 

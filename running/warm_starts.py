@@ -16,13 +16,12 @@ import uuid
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import AutoConfig
 
 from answers.user_files import code_of, user_files
 from decoding.engine import say
 from learning.device import cpu_threads
-from reporting.files import sha256_of, write_whole
+from reporting.files import sha256_of, write_whole, yaml_text
 from running.contract import model_fingerprint, problems_fingerprint
 from running.folder import clear
 from running.settings import free_on_resume, resolved
@@ -115,7 +114,7 @@ def copy_out(cache, key, settings):
         clear(settings)
         _delete(kept)
         return False
-    write_whole(folder / "run_config.yaml", yaml.safe_dump(resolved(settings), sort_keys=False))
+    write_whole(folder / "run_config.yaml", yaml_text(resolved(settings)))
     say(f"warm start: the one of {made} in {kept}, which is the same to the bit (docs/files.md)")
     return True
 

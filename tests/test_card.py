@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,6 +146,55 @@ def test_the_card_tells_what_came_before(tmp_path):
     assert "A warm start came first: 7 steps of supervised fine-tuning on openai/gsm8k" in text
     plain = settings | dict(model="me/base", warm_start="none")
     assert "fine-tuning" not in card.model_card(plain, tmp_path / "out", "s", "d", [])
+
+
+TOLD = [  # what a resumed run changed, and what the card says of it
+    (("answer_format", "xml", "/home/me/mine.py:mine"), "`answer_format` xml before, `mine.py:mine` since"),
+    (("dataset", "/home/me/a.jsonl", "openai/gsm8k"), "`dataset` a.jsonl before, gsm8k since"),
+    (("reward", None, ["/home/me/r.py:f=2"]), "`reward` None before, `['r.py:f=2']` since"),
+    (("system_prompt", None, "# So\n</reasoning>"), "`system_prompt` None before, `# So </reasoning>` since"),
+    (("system_prompt", None, "Think. " * 20), "`system_prompt` (see run_config.yaml)"),
+    (("data", "0a1b", "2c3d"), "the problems or their prompts"),
+    (("world_size", 1, 2), "`world_size` 1 before, 2 since"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), TOLD)
+def test_what_was_changed_on_the_way_goes_out_in_a_line_without_paths(change, told, tmp_path):
+    """A text was a heading of the card, and what may be a path was not told at all."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "train_seconds": 60}')
+    name, *pair = change
+    changes = [{"after_step": 2, "changed": {name: pair, "warm_start": ["/home/a.yaml", "/home/me/a.yaml"]}}]
+    settings = dict(lora_r=0, answer_format="xml", max_completion_length=8, dataset="d", model="me/base")
+    settings |= dict(versions={}, commit="c", changes=changes, warm_start_cache="/home/me/cache")
+    text = card.model_card(settings, tmp_path, "s", "d", [])
+    assert f"\n\nChanged after step 2: {told}.\n\nVersions" in text
+    assert "home" not in text + yaml.safe_dump(card.shared_settings(settings))
+
+
+def test_the_card_of_a_finished_run_that_is_uploaded_has_the_settings_it_was_trained_with(
+    recipe_start, tmp_path, monkeypatch
+):
+    """With --resume_anyway it had those of the last command, by which no step was taken."""
+    config = config_of("oneshot", recipe_start, tmp_path / "out", grpo_train, learning_rate=1e-3)
+    grpo_train.train(config)
+    monkeypatch.setattr(card.HfApi, "create_repo", lambda *args, **kwargs: None)
+    monkeypatch.setattr(card.HfApi, "upload_folder", lambda *args, **kwargs: "there")
+    again = dict(resume=True, resume_anyway=True, push_to_hub=True, hub_model_id="me/mine")
+    grpo_train.train(replace(config, learning_rate=0.5, **again))
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "| `learning_rate` | 0.001 |" in text
+    assert 'pipeline("text-generation", "me/mine")' in text
+
+
+def test_a_folder_that_reads_as_a_number_stays_a_name(recipe_start, tmp_path, monkeypatch):
+    """The run_config.yaml of --output_dir 1e-5 was no --config, nor could its model be gone on with."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of("oneshot", recipe_start, "1e-5", grpo_train)
+    grpo_train.train(config)
+    assert parse_config(grpo_train.Config, ["--config", "1e-5/run_config.yaml"]).output_dir == "1e-5"
+    grpo_train.train(replace(config, model="1e-5", output_dir="2e-5"))
+    assert "1e-5 was made: " in (tmp_path / "2e-5" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -114,6 +114,17 @@ def test_several_runs_are_shown_where_they_all_are_or_in_out(four, reporting, tm
     assert "cannot be made (Not a directory)" in said[-1]
 
 
+def test_a_run_that_was_changed_on_the_way_is_told_from_one_that_was_not(tmp_path):
+    """Its settings are those of its end: the page showed no difference."""
+    change = {"after_step": 2, "changed": {"learning_rate": [0.1, 0.2], "data": ["0a1b", "2c3d"]}}
+    ways = ({}, {"changes": [change]})
+    folders = [a_run(tmp_path / str(i), [1.0], learning_rate=0.2, **way) for i, way in enumerate(ways)]
+    data = data_of(runs_page(folders, tmp_path, []))
+    assert data["settings"] == data["groups"] == ["changes"]
+    line = "Changed after step 2: the problems or their prompts, learning_rate 0.1 before, 0.2 since."
+    assert [run["settings"]["changes"] for run in data["runs"]] == ["", line]
+
+
 def test_runs_are_not_grouped_by_the_version_of_what_made_them(tmp_path):
     settings = ({"seed": 0, "commit": "a", "versions": {"torch": "2.11", "numpy": "2"}, "beta": 0.0},)
     settings += ({"seed": 0, "commit": "b", "versions": {"torch": "2.12", "numpy": "2"}, "beta": 0.1},)
@@ -182,8 +193,10 @@ def test_a_folder_without_runs_is_refused_in_one_line(reporting, tmp_path):
     assert "--watch 0.1: must be from 1 to 86400 seconds" in said
     status, _, [said] = reporting(tmp_path, "--out", "a", "--out", "b")
     assert (status, said) == (2, "python -m reporting: --out is given 2 times: give one folder")
-    status, _, [said] = reporting("a" * 300)
-    assert (status, "a name of 300 characters" in said) == (2, True)
+    for name in ("a" * 300, "a" * 300 + "/run", "长" * 100, "run/" * 2000):  # 300 bytes are too many
+        for words in ((name,), (tmp_path, "--out", name)):
+            status, _, [said] = reporting(*words)
+            assert (status, f"a name of {len(name)} characters is no folder's" in said) == (2, True)
     assert not list((tmp_path / "empty").iterdir())
 
 

@@ -320,6 +320,15 @@ def test_the_better_mode_of_vllm_counts_for_each_number(benchmark_module, monkey
     assert "20,584 tokens/s (in process), 13,624 with the log-probs" in tables._vllm_note("1.5b-8x8", numbers)
 
 
+def test_the_peer_s_adapters_are_where_the_recipe_s_are(benchmark_module):  # noqa: F811
+    """They were on every linear layer, whatever lora_target_modules said."""
+    pytest.importorskip("peft")
+    peer = benchmark_module("speedrun_trl")
+    made = peer.adapters(grpo_train.Config(lora_r=4, lora_target_modules=["q_proj"]))
+    assert (made.r, made.lora_alpha, made.target_modules) == (4, 64, {"q_proj"})
+    assert peer.adapters(grpo_train.Config(lora_r=4)).target_modules == "all-linear"
+
+
 # Whole runs
 
 RECIPE = """

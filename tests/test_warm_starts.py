@@ -79,6 +79,19 @@ def key(recipe, fault_start, threads=1, processes=1, **more):
     return key_of(settings, read_inputs(settings, problems_of(settings, responses=True)), CPU, processes)
 
 
+def test_one_that_was_changed_on_the_way_is_not_kept_for_others(recipe, fault_start, tmp_path, made, capsys):
+    """It was found by runs whose whole warm start had the later rate, as `the same to the bit`."""
+    recipe = recipe | dict(warm_start_cache=str(tmp_path / "cache"))
+    config = settings_of(fault_start, tmp_path / "a", resume=True, resume_anyway=True, **recipe)
+    start = warm_start_settings(config)
+    sft_train.train(replace(start, num_steps=1, learning_rate=1e-3, save_every=1), None)
+    grpo_train.train(config)
+    assert "going on although this is not what the run was" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+    grpo_train.train(settings_of(fault_start, tmp_path / "b", **recipe))
+    assert made[-1] == str(tmp_path / "b" / "warm_start")
+
+
 def test_the_key_changes_with_all_that_the_weights_depend_on_and_with_nothing_else(
     recipe, fault_start, tmp_path, monkeypatch
 ):
