@@ -1,5 +1,6 @@
 """Whether two MATH answers are the same object: by hand, on hazards, from threads, and on MATH-500."""
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -175,6 +176,8 @@ ALSO_SAME = [
     (r"{3 \over 4}", "0.75"), (r"-{\sqrt3\over 3}", r"-\frac{1}{\sqrt3}"), (r"\pi\over 4", r"\frac\pi4"),
     (r"\begin{pmatrix}1\cr2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("42\\", "42"),
     ("5 pct", "5"), (r"\text{Infinity}", r"\infty"), ("(x^3)^{1/3}", "x"), ("(x+1)^{1000}", "(1+x)^{1000}"),
+    ("|x-5|", r"\sqrt{(5-x)^2}"), ("y-2^x=0", "y=2^x"),
+    (r"\max(x,5)", r"\frac{x+5+|x-5|}{2}"), (r"\ln(x-9)+\ln 2", r"\ln(2x-18)"), ("2^{2^n}", "4^{2^{n-1}}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
@@ -221,6 +224,9 @@ ALSO_OTHER = [
     ("2/3 of x", "2/3"), ("July 4", "4"), (r"\text{July 4}", r"\text{June 4}"), ("5'x", "5"), ("5:x", "5"),
     ("5 for all x", "5"), ("5 per x", "5"), ("5 out of ten", "5"), ("5 of ten", "5"), ("five of 10", "10"),
     ("ten of 5", "5"), ("5 take away two", "5"), ("HTT", "TTH"), ("5 twelfths", "5"), ("HHT", "HTH"),
+    ("|x-5|", "5-x"), (r"\sqrt{(x-5)^2}", "5-x"), ("|x+5|", "x+5"), (r"\sqrt{x^2+10x+25}", "x+5"),
+    ("-|x-100|", "x-100"), ("|100-x|", "100-x"), ("y=|x+5|", "y=x+5"), ("y=|10-2x|", "y=10-2x"),
+    ("|x^2-1|", "x^2-1"), (r"\max(x,-5)", "x"), (r"\min(x,10)", "x"), ("|xy|", "xy"), ("|ab|", "-ab"),
 ]  # fmt: skip
 
 
@@ -247,6 +253,15 @@ def test_two_spellings_of_one_object():
 
 def test_two_objects():
     assert judged_otherwise([pair for pair in OTHER + ALSO_OTHER if pair not in UNDECIDED], False) == []
+
+
+def test_an_absolute_value_is_neither_of_its_two_branches():
+    """Of |a-b|, |x-y| and half of all such pairs one branch was the same at every point that was tried."""
+    pairs = [(f"|{a}-{b}|", f"{a}-{b}") for a, b in itertools.permutations("abckmnpqrstuvwxyz", 2)]
+    for k in ("0.5", "1", "2", "5", "12", "100", "1000"):
+        pairs += [(f"|x-{k}|", f"x-{k}"), (f"|x-{k}|", f"{k}-x")]
+        pairs += [(f"|x+{k}|", f"x+{k}"), (f"|x+{k}|", f"-x-{k}")]
+    assert judged_otherwise(pairs, False) == []
 
 
 def test_numbers_too_large_to_be_told_apart_are_undecided():
