@@ -13,6 +13,7 @@ from answers.tokens import ACCENTS, CLOSERS, OPENERS, Token
 from answers.words import (
     COMPOUND_UNITS,
     CURRENCIES,
+    FIGURES,
     FUNCTIONS,
     GREEK,
     LONE_UNITS,
@@ -31,6 +32,7 @@ CALLS = {"|": "abs", "lfloor": "floor", "lceil": "ceil"}
 INVERSES = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log", "cosec": "csc"}
 AFTER_PI = {"cm", "mm", "km"} | {word for word in UNITS if len(word) > 2}
+NUMERALS = FIGURES.split()[:21]  # zero to twenty
 DEGREE_SCALES = {"C": "°C", "F": "°F", "Celsius": "°C", "Fahrenheit": "°F"}
 
 
@@ -147,8 +149,11 @@ class Reader:
             if unit and after and unit != after:
                 raise NotUnderstood
             unit = unit or after
-        if tree[0] in ("degrees", "percent") and not unit:
-            tree, unit = tree[1], {"degree" if tree[0] == "degrees" else "percent": 1}
+        is_negative = tree[0] == "negate"
+        marked = tree[1] if is_negative else tree
+        if marked[0] in ("degrees", "percent") and not unit:
+            unit = {"degree" if marked[0] == "degrees" else "percent": 1}
+            tree = ("negate", marked[1]) if is_negative else marked[1]
         return "expression", tree, unit
 
     def sum(self):
@@ -388,18 +393,29 @@ class Reader:
         return ("number", Fraction(token.value))
 
     def base_follows(self):
-        """`204 base 5`, `204 in base 5`."""
-        skipped = self.next().value in ("in", ",")
-        if self.next(skipped).kind == "word" and self.next(skipped).value.lower() == "base":
-            if self.next(skipped + 1).kind == "number":
-                self.at += skipped
-                return True
-        return False
+        """`204 base 5`, `204 in base 5`, `204 (base 5)`."""
+        skipped = self.next().value in ("in", ",", "(")
+        if self.next(skipped).kind != "word" or self.next(skipped).value.lower() != "base":
+            return False
+        if self.next().is_("("):
+            end = closing(self.tokens, self.at)
+            self.tokens = (*self.tokens[: self.at], *self.tokens[self.at + 1 : end], *self.tokens[end + 1 :])
+            skipped = 0
+        is_base = self.next(skipped + 1).kind == "number"
+        self.at += skipped * is_base
+        return is_base
 
     def in_base(self, token):
         self.take()
+        ahead = int(self.next().is_("{"))
+        if self.next(ahead).value in NUMERALS:  # 204_{\text{five}}
+            self.at += ahead
+            self.put_instead(Token("number", str(NUMERALS.index(self.next().value))))
+            self.at -= ahead
         base = self.one_token(whole_number=True)
-        if base[0] != "number" or not token.value.isdigit() or len(token.value) > 100:
+        if base[0] != "number" or base[1] not in range(2, 37):  # int() takes 0 and 8.5, too
+            raise NotUnderstood
+        if not token.value.isdigit() or len(token.value) > 100:
             raise NotUnderstood
         try:
             return ("number", Fraction(int(token.value, int(base[1]))))

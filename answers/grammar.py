@@ -27,6 +27,7 @@ from answers.words import FUNCTIONS, GREEK, is_label
 
 MOST_TOKENS = 800  # of an answer
 RELATIONS = {"<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!="}
+NAMING = {"=", "in", *RELATIONS}
 REALS = ("()", (("expression", ("negate", ("infinity",)), {}), ("expression", ("infinity",), {})))
 
 
@@ -108,6 +109,18 @@ def _without_name(tokens):
     is_function = name.re is NAME and name["function"]
     is_equation = found == ["="] and has_unknown(sides[1]) and not is_function
     return tokens if is_equation or states_more else _without_name(without_braces(sides[1]))
+
+
+def subject(tokens):
+    """The variable that an answer names as a whole: the x of x = 5, x > 5 and 1 < x < 5; else None."""
+    if NAMING.isdisjoint(token.value for token in tokens):
+        return None
+    try:
+        sides, found = split(tokens, *NAMING, ",", ";", "and", "or")
+    except NotUnderstood:  # prose
+        return None
+    letters = {side[0].value for side in sides if len(side) == 1 and _is_letter(side[0])}
+    return letters.pop() if len(letters) == 1 and NAMING.issuperset(found) else None
 
 
 def _outermost(tokens):

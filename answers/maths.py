@@ -4,7 +4,7 @@ import itertools
 from functools import lru_cache
 
 from answers.expressions import NotUnderstood
-from answers.grammar import read
+from answers.grammar import read, subject
 from answers.numbers import parse_number
 from answers.tokens import tokenise
 from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
@@ -53,7 +53,9 @@ def _compared(answer, reference, timeout):
     one, two = one or _in_prose(answer, tokens), two or _in_prose(reference, other_tokens)
     if one is None or two is None:
         return False
-    return Comparison(Budget(timeout * WORK_A_SECOND)).same_whole(one, two)
+    verdict = Comparison(Budget(timeout * WORK_A_SECOND)).same_whole(one, two)
+    names = {subject(tokens), subject(other_tokens)} - {None} if verdict else ()
+    return verdict if len(names) < 2 else False  # x = 5 is not y = 5
 
 
 def _spelling(tokens):
