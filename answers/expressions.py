@@ -17,6 +17,7 @@ from answers.words import (
     FUNCTIONS,
     GREEK,
     LONE_UNITS,
+    POWERS_AFTER,
     PRODUCTS,
     SCALES,
     UNIT_POWERS,
@@ -48,16 +49,21 @@ def split(tokens, *separators):
     """The parts between separators that stand outside of all brackets, and the separators."""
     parts, found, depth, start, bars = [], [], 0, 0, 0
     for i, token in enumerate(tokens):
-        is_word = token.kind == "word" and token.value != "in"
-        is_word = is_word and (token.value in separators or token.value.lower() in separators)
-        if depth == 0 and bars % 2 == 0 and (token.is_(*separators) or is_word):
+        kind, value = token.kind, token.value
+        is_sign = kind in ("sign", "command")
+        if kind == "word" and value != "in":
+            is_separator = value in separators or value.lower() in separators
+        else:
+            is_separator = is_sign and value in separators
+        if is_separator and depth == 0 and bars % 2 == 0:
             parts.append(tokens[start:i])
-            found.append(token.value.lower() if is_word else token.value)
+            found.append(value.lower() if kind == "word" else value)
             start = i + 1
-            continue
-        depth += token.is_(*OPENERS) - token.is_(*CLOSERS)
-        depth += (token.kind == "environment") * (1 if token.value.startswith("begin") else -1)
-        bars += token.is_("|") and depth == 0
+        elif is_sign:
+            depth += (value in OPENERS) - (value in CLOSERS)
+            bars += value == "|" and depth == 0
+        elif kind == "environment":
+            depth += 1 if value.startswith("begin") else -1
         if depth < 0:
             raise NotUnderstood
     return [*parts, tokens[start:]], found
@@ -630,6 +636,10 @@ class Unit(Reader):
         if name is None:
             return None
         self.take()
+        if self.next().is_(".") and self.next(1).is_("^"):  # in.^2
+            self.take()
+        if self.next().value in POWERS_AFTER:
+            power = POWERS_AFTER[self.take().value]
         power = self.power() if self.take("^") else power
         return {part: power * times for part, times in COMPOUND_UNITS.get(name, {name: 1}).items()}
 

@@ -72,7 +72,9 @@ CHANGED_AFTER = re.compile(
     r"|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )
-UNIT_WITH_POWER = re.compile(r"[\^²³·⋅]|\\(?:frac|cdot|degree|textdegree|text|mathrm)(?![a-zA-Z])")
+UNIT_WITH_POWER = re.compile(
+    r"[\^²³·⋅]|\\(?:frac|cdot|degree|textdegree|text|mathrm)(?![a-zA-Z])| (?:squared|cubed)\b"
+)
 OPERATOR_AFTER = re.compile(
     rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^[ ,]*(?:\.\.|…)|^[xX]{LETTER}"
     "|^ ?[백천만억多余餘几幾]"

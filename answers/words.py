@@ -114,6 +114,7 @@ UNIT_LETTERS = "mgslLhdtcpVWANJCF"
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound_sterling", "¥": "yen", "₹": "rupee", "¢": "cent"}
 COMPOUND_UNITS = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 UNIT_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+POWERS_AFTER = {"squared": 2, "cubed": 3}  # inches squared
 
 SCALES = {
     "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7,
