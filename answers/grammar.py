@@ -1,9 +1,9 @@
 """What the tokens of an answer say: an object made of expressions, or nothing where one was not understood.
 
 Objects are tuples: (expression, tree, unit) as in answers.expressions, (words, text), (set, members),
-(matrix, rows), (determinant, rows), (equation, sides), (relation, sides, signs), (all, members) of relations
-that hold together, (named, {name: object}, objects in order or None), and a pair of brackets such as
-("[)", members) for intervals and tuples.
+(matrix, rows), (determinant, rows), (equation, sides), (near, value, decimal), (relation, sides, signs),
+(all, members) of relations that hold together, (named, {name: object}, objects in order or None), and a pair
+of brackets such as ("[)", members) for intervals and tuples.
 """
 
 import itertools
@@ -67,6 +67,7 @@ def _object(tokens, depth):
         raise NotUnderstood
     tokens = _without_name(without_braces(tokens))
     for reader in (
+        _approximated,
         _named_tuple,
         _built_plainly,
         _listed,
@@ -107,12 +108,8 @@ def _name(tokens):
 def _without_name(tokens):
     r"""7 of `x = 7`, (0,3] of `x \in (0,3]`; an equation such as `y = 3x - 1` stays whole.
 
-    The right side alone of `f(x) = 3x`, and 1/3 of `\frac13 \approx 0.33`.
+    The right side alone of `f(x) = 3x`.
     """
-    parts, _ = split(tokens, "approx")
-    if len(parts) == 2 and spelt(parts[1]).lstrip("- ").replace(".", "").isdigit():
-        if any(t.kind == "command" or t.is_("/") for t in parts[0]):
-            tokens = parts[0]
     sides, found = split(tokens, "=", "in")
     if len(sides) == 2 and len(sides[1]) == 1 and _is_letter(sides[1][0]):  # 5 = x
         sides = sides[::-1]
@@ -149,6 +146,17 @@ def _outermost(tokens):
         if depth == 0:
             yield token
         depth -= token.is_(*CLOSERS)
+
+
+def _approximated(tokens, depth):
+    r"""The value of `\frac13 \approx 0.33`, with the decimal that it is said to be near."""
+    parts, found = split(tokens, "approx")
+    decimal = re.fullmatch(r"((?:- )?\d*\.?\d+)(?: \\deg| %)?", spelt(parts[-1])) if found else None
+    if decimal is None or len(parts) > 2:
+        return None
+    value = _object(parts[0], depth + 1)
+    is_number = value[0] in ("expression", "equation")
+    return ("near", value, decimal[1].replace(" ", "")) if is_number else refuse()
 
 
 TUPLE_OF_NAMES = re.compile(r"\( (?:\w|\\[a-z]+)(?: , (?:\w|\\[a-z]+))+ \)")

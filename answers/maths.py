@@ -7,7 +7,7 @@ from answers.expressions import NotUnderstood
 from answers.grammar import read, subject
 from answers.numbers import parse_number
 from answers.tokens import tokenise
-from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
+from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, is_near, proportional, same_value
 from answers.words import is_label
 
 LONGEST = 2000  # characters; no answer in MATH comes near it
@@ -110,6 +110,10 @@ class Comparison:
 
     def same(self, a, b):
         kinds = {a[0], b[0]}
+        if "near" in kinds:
+            (_, value, decimal), other = (a, b) if a[0] == "near" else (b, a)
+            tree = value[1] if value[0] == "expression" else value[1][0]
+            return _all([self.ask(is_near, tree, decimal), self.same(value, other)])
         if len(kinds) == 1:
             # of brackets and matrices, in order
             return getattr(self, f"_same_{a[0]}", self._same_in_order)(a, b)

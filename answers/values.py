@@ -118,6 +118,18 @@ def proportional(one, two, is_positive, budget):
     return True
 
 
+def is_near(tree, decimal, budget):
+    """Whether a decimal is a number rounded or cut: less than one off in the last digit that counts."""
+    evaluation = Evaluation(250, 0, budget)
+    value = evaluation.of(tree)
+    if symbols(tree) or _is_huge(value) or not evaluation.is_real(value):
+        return False
+    whole, point, digits = decimal.partition(".")
+    power = -len(digits) if point else len(whole) - len(whole.rstrip("0") or whole)
+    value, decimal, last = map(evaluation.float, (value, Fraction(decimal), Fraction(10) ** power))
+    return abs(value - decimal) < last
+
+
 def _in_ratio(one, two, point, budget):
     """Whether one(p) two(q) = one(q) two(p), none of them 0."""
     pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
