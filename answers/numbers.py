@@ -61,14 +61,15 @@ COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']
 CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|(?:is|was) (?:wrong|incorrect|false)\b"
     rf"|{COUNTED}(?:and )?(?:"
-    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}s?|minus|plus"
-    rf"|einhalb|et demie?|y medi[ao]"
+    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter"
+    rf"|{FIGURE}(?:(?<!one)s)?|minus|plus|einhalb|et demie?|y medi[ao]"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
-    rf"|(?:times|over|under|of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)"
+    rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)"
+    r"|(?:and|or|of) [b-z]\b"
     rf"|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
     r"|and (?:up|above|over|under|below|beyond|change|counting|a bit)|or (?:not|none|nothing|neither)"
     r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bil|bn|mrd|thou|tril"
-    r"|trn|score|tens|(?:in )?base|at (?:least|most)"
+    r"|trn|grand(?! \w)|score|tens|(?:in )?base|at (?:least|most)"
     r"|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )

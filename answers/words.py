@@ -133,7 +133,8 @@ NEGATIONS = (
 )
 OPERATIONS = (
     "minus plus negative times over divided multiplied point squared cubed factorial root mod modulo twice "
-    "double triple thrice halved doubled tripled negativ moins menos más минус больше меньше"
+    "double triple thrice halved doubled tripled quadruple quintuple neg negativ moins menos más минус "
+    "больше меньше"
 )
 # Whole words that make of the number beside them another one, or none.
 CHANGING = set(
@@ -142,6 +143,7 @@ CHANGING = set(
     "mil mio mln mn bln bil bn mrd thou tril trn mehr weniger mindestens höchstens oder einhalb".split()
 ) | set(SCALES)
 CHANGING |= {f"{word}s" for word in (*FIGURES.split(), *ORDINALS.split(), *SCALES, "dozen", "hundredth")}
+CHANGING.remove("ones")  # 12 red ones
 # Scale words of more languages ("3 (in millions)") and open ends ("3 eggs or more") change a number wherever
 # they stand. A hedge that names the number itself is a word like others: "about 3", "3 or so".
 SCALE = re.compile(

@@ -93,6 +93,8 @@ NUMBERS = {
     "7 *": "7", "* 7": "7", "7\u200b": "7", "\u200b7": "7", "7 ABC": "7", "7 pkgs": "7", "44 b.c.": "44",
     "7 I think": "7", "about 19^{\\circ}, and so on": "19",
     "7 eggs!": "7", "So it is 7 eggs every day!!": "7", "70\\,000": "70000", "1\\,234\\,567": "1234567",
+    "12 red ones": "12", "12 of them in three colours": "12", "a 7 dollar grand prize": "7",
+    "the grand total is 7": "7", "7 apples and a pear": "7",
     "7~": "7", "~7": "7", "差不多20个": "20", "比小明多20": "20", "20 fois par jour": "20", "20 Stück": "20",
 }  # fmt: skip
 NOT_NUMBERS = (
@@ -138,6 +140,7 @@ NOT_NUMBERS = (
     "au plus 20", "pas 20", "20 ou plus", "20 heures et demie", "más de 20", "menos de 20", "al menos 20",
     "20 y medio", "no 20", "не 20", "больше 20", "7 fives",
     "7 % of x", "7 of x", "7!!", "70\\,00", "1234\\,567", "7~8", "x! 7", "7 m!",
+    "7 grand", "quadruple 7", "neg 7", "7 and x", "7 or y",
 )  # fmt: skip
 
 
