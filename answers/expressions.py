@@ -476,7 +476,7 @@ class Reader:
     def group(self):
         opening = self.at
         end = closing(self.tokens, opening)
-        if self.tokens[end].value != {"(": ")", "[": "]", "{": "}"}[self.tokens[opening].value]:
+        if self.tokens[end].value != {"(": ")", "[": "]", "{": "}"}.get(self.tokens[opening].value):
             raise NotUnderstood
         inside = Reader(self.tokens[opening + 1 : end])
         inside.depth = self.depth
@@ -550,7 +550,7 @@ class Reader:
     def arguments(self, base):
         r"""What a function is of: its brackets, or the factors that follow, as in \sin 2x."""
         more = (base,) if base else ()
-        if self.next().is_("(", "[", "{"):
+        if self.next().is_("(", "[", "{", r"\{"):  # \max\{1,2\}
             end = closing(self.tokens, self.at)
             parts, found = split(self.tokens[self.at + 1 : end], ",")
             if found:
