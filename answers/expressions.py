@@ -13,9 +13,11 @@ from answers.tokens import ACCENTS, CLOSERS, OPENERS, Token
 from answers.words import (
     COMPOUND_UNITS,
     CURRENCIES,
+    FIGURES,
     FUNCTIONS,
     GREEK,
     LONE_UNITS,
+    POWERS_AFTER,
     PRODUCTS,
     SCALES,
     UNIT_POWERS,
@@ -31,6 +33,7 @@ CALLS = {"|": "abs", "lfloor": "floor", "lceil": "ceil"}
 INVERSES = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log", "cosec": "csc"}
 AFTER_PI = {"cm", "mm", "km"} | {word for word in UNITS if len(word) > 2}
+NUMERALS = FIGURES.split()[:21]  # zero to twenty
 DEGREE_SCALES = {"C": "°C", "F": "°F", "Celsius": "°C", "Fahrenheit": "°F"}
 
 
@@ -46,16 +49,21 @@ def split(tokens, *separators):
     """The parts between separators that stand outside of all brackets, and the separators."""
     parts, found, depth, start, bars = [], [], 0, 0, 0
     for i, token in enumerate(tokens):
-        is_word = token.kind == "word" and token.value != "in"
-        is_word = is_word and (token.value in separators or token.value.lower() in separators)
-        if depth == 0 and bars % 2 == 0 and (token.is_(*separators) or is_word):
+        kind, value = token.kind, token.value
+        is_sign = kind in ("sign", "command")
+        if kind == "word" and value != "in":
+            is_separator = value in separators or value.lower() in separators
+        else:
+            is_separator = is_sign and value in separators
+        if is_separator and depth == 0 and bars % 2 == 0:
             parts.append(tokens[start:i])
-            found.append(token.value.lower() if is_word else token.value)
+            found.append(value.lower() if kind == "word" else value)
             start = i + 1
-            continue
-        depth += token.is_(*OPENERS) - token.is_(*CLOSERS)
-        depth += (token.kind == "environment") * (1 if token.value.startswith("begin") else -1)
-        bars += token.is_("|") and depth == 0
+        elif is_sign:
+            depth += (value in OPENERS) - (value in CLOSERS)
+            bars += value == "|" and depth == 0
+        elif kind == "environment":
+            depth += 1 if value.startswith("begin") else -1
         if depth < 0:
             raise NotUnderstood
     return [*parts, tokens[start:]], found
@@ -147,8 +155,11 @@ class Reader:
             if unit and after and unit != after:
                 raise NotUnderstood
             unit = unit or after
-        if tree[0] in ("degrees", "percent") and not unit:
-            tree, unit = tree[1], {"degree" if tree[0] == "degrees" else "percent": 1}
+        is_negative = tree[0] == "negate"
+        marked = tree[1] if is_negative else tree
+        if marked[0] in ("degrees", "percent") and not unit:
+            unit = {"degree" if marked[0] == "degrees" else "percent": 1}
+            tree = ("negate", marked[1]) if is_negative else marked[1]
         return "expression", tree, unit
 
     def sum(self):
@@ -388,18 +399,29 @@ class Reader:
         return ("number", Fraction(token.value))
 
     def base_follows(self):
-        """`204 base 5`, `204 in base 5`."""
-        skipped = self.next().value in ("in", ",")
-        if self.next(skipped).kind == "word" and self.next(skipped).value.lower() == "base":
-            if self.next(skipped + 1).kind == "number":
-                self.at += skipped
-                return True
-        return False
+        """`204 base 5`, `204 in base 5`, `204 (base 5)`."""
+        skipped = self.next().value in ("in", ",", "(")
+        if self.next(skipped).kind != "word" or self.next(skipped).value.lower() != "base":
+            return False
+        if self.next().is_("("):
+            end = closing(self.tokens, self.at)
+            self.tokens = (*self.tokens[: self.at], *self.tokens[self.at + 1 : end], *self.tokens[end + 1 :])
+            skipped = 0
+        is_base = self.next(skipped + 1).kind == "number"
+        self.at += skipped * is_base
+        return is_base
 
     def in_base(self, token):
         self.take()
+        ahead = int(self.next().is_("{"))
+        if self.next(ahead).value in NUMERALS:  # 204_{\text{five}}
+            self.at += ahead
+            self.put_instead(Token("number", str(NUMERALS.index(self.next().value))))
+            self.at -= ahead
         base = self.one_token(whole_number=True)
-        if base[0] != "number" or not token.value.isdigit() or len(token.value) > 100:
+        if base[0] != "number" or base[1] not in range(2, 37):  # int() takes 0 and 8.5, too
+            raise NotUnderstood
+        if not token.value.isdigit() or len(token.value) > 100:
             raise NotUnderstood
         try:
             return ("number", Fraction(int(token.value, int(base[1]))))
@@ -454,7 +476,7 @@ class Reader:
     def group(self):
         opening = self.at
         end = closing(self.tokens, opening)
-        if self.tokens[end].value != {"(": ")", "[": "]", "{": "}"}[self.tokens[opening].value]:
+        if self.tokens[end].value != {"(": ")", "[": "]", "{": "}"}.get(self.tokens[opening].value):
             raise NotUnderstood
         inside = Reader(self.tokens[opening + 1 : end])
         inside.depth = self.depth
@@ -528,7 +550,7 @@ class Reader:
     def arguments(self, base):
         r"""What a function is of: its brackets, or the factors that follow, as in \sin 2x."""
         more = (base,) if base else ()
-        if self.next().is_("(", "[", "{"):
+        if self.next().is_("(", "[", "{", r"\{"):  # \max\{1,2\}
             end = closing(self.tokens, self.at)
             parts, found = split(self.tokens[self.at + 1 : end], ",")
             if found:
@@ -614,6 +636,10 @@ class Unit(Reader):
         if name is None:
             return None
         self.take()
+        if self.next().is_(".") and self.next(1).is_("^"):  # in.^2
+            self.take()
+        if self.next().value in POWERS_AFTER:
+            power = POWERS_AFTER[self.take().value]
         power = self.power() if self.take("^") else power
         return {part: power * times for part, times in COMPOUND_UNITS.get(name, {name: 1}).items()}
 

@@ -25,10 +25,14 @@ def _last_answer_tag(text):
     return answer.strip() if tag and closing else None
 
 
+END_TOKEN = re.compile(r"<\|[^<>|]*\|>|</s>|<(?:eos|end_of_turn)>")  # as a server may leave it in the text
+
+
 def last_hash(text):
     """The rest of the line after the last ####, or None."""
     _, marker, rest = text.rpartition("####")
-    return re.match(r"[^\r\n]*", rest)[0].strip() or None if marker else None
+    line = re.match(r"[^\r\n]*", rest)[0]
+    return END_TOKEN.split(line, maxsplit=1)[0].strip() or None if marker else None
 
 
 # `\\boxed` with a doubled backslash is still a box; other escaped backslashes and braces delimit nothing.

@@ -1,12 +1,14 @@
 """What the tokens of an answer say: an object made of expressions, or nothing where one was not understood.
 
 Objects are tuples: (expression, tree, unit) as in answers.expressions, (words, text), (set, members),
-(matrix, rows), (determinant, rows), (equation, sides), (relation, sides, signs), (all, members) of relations
-that hold together, (named, {name: object}, objects in order or None), and a pair of brackets such as
-("[)", members) for intervals and tuples.
+(matrix, rows), (determinant, rows), (equation, sides), (near, value, decimal), (relation, sides, signs),
+(all, members) of relations that hold together, (named, {name: object}, objects in order or None), and a pair
+of brackets such as ("[)", members) for intervals and tuples.
 """
 
+import itertools
 import re
+from fractions import Fraction
 
 from answers.expressions import (
     DEEPEST,
@@ -27,6 +29,8 @@ from answers.words import FUNCTIONS, GREEK, is_label
 
 MOST_TOKENS = 800  # of an answer
 RELATIONS = {"<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!="}
+BETWEEN_SETS = {"=", "in", "cup", "cap", "or"}
+NAMING = {"=", "in", *RELATIONS}
 REALS = ("()", (("expression", ("negate", ("infinity",)), {}), ("expression", ("infinity",), {})))
 
 
@@ -34,6 +38,7 @@ def read(tokens):
     """The object that tokens say; NotUnderstood where they say none."""
     if len(tokens) == 2 and _is_letter(tokens[0]) and tokens[1].is_(")"):  # a choice: C)
         tokens = tokens[:1]
+    tokens = _turned(tokens)
     depth = deepest = 0
     for token in tokens:
         depth += token.is_(*OPENERS) - token.is_(*CLOSERS)
@@ -43,11 +48,26 @@ def read(tokens):
     return _object(tokens, 0)
 
 
+def _turned(tokens):
+    """The tokens, with ]1,2[ as (1,2): brackets that open to the outside, as in France and Germany."""
+    if not any(t.is_("[", "]") for t in tokens):
+        return tokens
+    around = [Token("sign", "="), *tokens, Token("sign", "=")]
+    turned = list(tokens)
+    for i, (before, token, after) in enumerate(zip(around, tokens, around[2:], strict=False)):
+        if token.is_("]") and before.is_(*BETWEEN_SETS):
+            turned[i] = Token("sign", "(", token.spaced, token.text)
+        elif token.is_("[") and after.is_(*BETWEEN_SETS):
+            turned[i] = Token("sign", ")", token.spaced, token.text)
+    return tuple(turned)
+
+
 def _object(tokens, depth):
     if depth > DEEPEST:
         raise NotUnderstood
     tokens = _without_name(without_braces(tokens))
     for reader in (
+        _approximated,
         _named_tuple,
         _built_plainly,
         _listed,
@@ -67,8 +87,8 @@ def _object(tokens, depth):
 
 
 NAME = re.compile(
-    r"[a-zA-Z]'?(?: _ (?:\{ )?\w+(?: \})?)?|[A-Z]{2,3}|\\(?:vec|bar|hat|overline) \{ \w+ \}|\[ [A-Z] \]"
-    r"|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+"
+    r"[a-zA-Z]'?(?: _ (?:\{ )?\w+(?: , \w+)*(?: \})?)?|[A-Z]{2,3}|\\(?:vec|bar|hat|overline) \{ \w+ \}"
+    r"|\[ [A-Z] \]|(?:m )?\\angle [a-zA-Z]{1,3}|\\[a-zA-Z]+"
     r"|(?P<function>[a-zA-Z](?: '| \^ \{ - 1 \})? \( (?:- )?[\w, ]+ \))"
     r"|\| [A-Z]{2} \||(?:P|Pr|E|Var) (?:\( [^()]+ \)|\[ [^\[\]]+ \])"
 )
@@ -88,12 +108,8 @@ def _name(tokens):
 def _without_name(tokens):
     r"""7 of `x = 7`, (0,3] of `x \in (0,3]`; an equation such as `y = 3x - 1` stays whole.
 
-    The right side alone of `f(x) = 3x`, and 1/3 of `\frac13 \approx 0.33`.
+    The right side alone of `f(x) = 3x`.
     """
-    parts, _ = split(tokens, "approx")
-    if len(parts) == 2 and spelt(parts[1]).lstrip("- ").replace(".", "").isdigit():
-        if any(t.kind == "command" for t in parts[0]):
-            tokens = parts[0]
     sides, found = split(tokens, "=", "in")
     if len(sides) == 2 and len(sides[1]) == 1 and _is_letter(sides[1][0]):  # 5 = x
         sides = sides[::-1]
@@ -110,6 +126,19 @@ def _without_name(tokens):
     return tokens if is_equation or states_more else _without_name(without_braces(sides[1]))
 
 
+def subject(tokens):
+    """The variable that a whole answer names: the x of x = 5, x > 5 and 1 < x < 5; else None."""
+    if NAMING.isdisjoint(token.value for token in tokens):
+        return None
+    try:
+        sides, found = split(tokens, *NAMING, ",", ";", "and", "or")
+    except NotUnderstood:  # prose
+        return None
+    names = [side[0].value for side in sides if len(side) == 1 and _is_letter(side[0])]
+    is_about = len(names) == 1 == sum(map(has_unknown, sides)) and NAMING.issuperset(found)
+    return names[0] if is_about else None
+
+
 def _outermost(tokens):
     depth = 0
     for token in tokens:
@@ -117,6 +146,17 @@ def _outermost(tokens):
         if depth == 0:
             yield token
         depth -= token.is_(*CLOSERS)
+
+
+def _approximated(tokens, depth):
+    r"""The value of `\frac13 \approx 0.33`, with the decimal that it is said to be near."""
+    parts, found = split(tokens, "approx")
+    decimal = re.fullmatch(r"((?:- )?\d*\.?\d+)(?: \\deg| %)?", spelt(parts[-1])) if found else None
+    if decimal is None or len(parts) > 2:
+        return None
+    value = _object(parts[0], depth + 1)
+    is_number = value[0] in ("expression", "equation")
+    return ("near", value, decimal[1].replace(" ", "")) if is_number else refuse()
 
 
 TUPLE_OF_NAMES = re.compile(r"\( (?:\w|\\[a-z]+)(?: , (?:\w|\\[a-z]+))+ \)")
@@ -138,7 +178,10 @@ def _named_tuple(tokens, depth):
 
 def _listed(tokens, depth):
     """`x=1, y=2` has names, `1, 2` is a set; the parts of a list stand between ; or commas, and, or."""
-    parts, found = split(tokens, ";")
+    if tokens[0].value == "begin cases" and tokens[-1].value == "end cases":
+        parts, found = split(tokens[1:-1], r"\\")
+    else:
+        parts, found = split(tokens, ";")
     if not found:
         parts, found = split(tokens, ",", "and", "or")
     if not found:
@@ -157,7 +200,19 @@ def _listed(tokens, depth):
         in_order = sorted(zip(names, values, strict=True), key=lambda pair: pair[0])
         is_ordered = are_neighbours("".join(names)) and all(len(name) == 1 for name in names)
         return "named", dict(in_order), tuple(value for _, value in in_order) if is_ordered else None
-    return "all" if is_relation and "and" in found else "set", _members(parts, depth)
+    members = _members(parts, depth)
+    if not (is_relation and "and" in found):
+        return "set", members
+    return _both(members) if len(set(map(subject, parts))) == 1 else ("all", members)
+
+
+def _both(members):
+    """What holds together: the interval of x > 1 and x < 5."""
+    if len(members) == 2 and all(kind in ("()", "[)", "(]") for kind, *_ in members):
+        below, above = sorted(members, key=lambda interval: interval[1][0] != REALS[1][0])
+        if below[1][0] == REALS[1][0] and above[1][1] == REALS[1][1]:
+            return above[0][0] + below[0][1], (above[1][0], below[1][1])
+    return "all", members
 
 
 def _stated_name(part):
@@ -179,7 +234,8 @@ def _united(tokens, depth):
     parts, found = split(tokens, "cup", "U")
     if not found or not all(parts):
         return None
-    return "set", tuple(_object(part, depth + 1) for part in parts)
+    members = [_object(part, depth + 1) for part in parts]
+    return "set", tuple(itertools.chain.from_iterable(m[1] if m[0] == "set" else [m] for m in members))
 
 
 def _related(tokens, depth):
@@ -233,6 +289,8 @@ def _is_letter(token):
 
 def _equated(tokens, depth):
     sides, found = split(tokens, "=")
+    if len(found) > 1 and sides[0] and _name(sides[0]) and not any(map(has_unknown, sides[1:])):
+        sides = sides[1:]  # A = 6/2 = 3
     return ("equation", tuple(map(tree_of, sides))) if found else None
 
 
@@ -249,6 +307,16 @@ def _known_set(tokens, depth):
 
 
 def _matrix(tokens, depth):
+    """A matrix, and one with a factor before it."""
+    if tokens[-1].kind != "environment" and not tokens[-1].is_("]", ")"):
+        return None
+    start = next((i for i, t in enumerate(tokens) if t.kind == "environment"), 0)
+    start -= start > 0 and tokens[start - 1].is_("[", "(")
+    if start > 0:
+        before = tokens[: start - tokens[start - 1].is_("cdot")]
+        factor = ("number", Fraction(-1)) if spelt(before) == "-" else tree_of(before)
+        kind, rows = _matrix(tokens[start:], depth) or refuse()
+        return kind, tuple(_times(factor, row) for row in rows) if kind == "matrix" else refuse()
     if tokens[0].is_("[", "(") and len(tokens) > 2 and tokens[1].kind == "environment":
         if closing(tokens, 0) == len(tokens) - 1:
             tokens = tokens[1:-1]
@@ -259,6 +327,12 @@ def _matrix(tokens, depth):
     rows = [split(row, "&")[0] for row in rows if row]
     made = tuple(("row", tuple(_object(cell, depth + 1) for cell in row)) for row in rows)
     return "determinant" if kind == "vmatrix" else "matrix", made
+
+
+def _times(factor, row):
+    """A row, each of whose cells is multiplied by a factor."""
+    cells = [cell[1] if cell[0] == "expression" and not cell[2] else refuse() for cell in row[1]]
+    return "row", tuple(("expression", ("multiply", factor, cell), {}) for cell in cells)
 
 
 def _bracketed(tokens, depth):
@@ -331,6 +405,8 @@ def _plus_minus(tokens, depth):
 def _worded(tokens, depth):
     """Words without case and article: North, an ellipse, (B), Yes."""
     tokens = [t for t in tokens if not t.is_(".", "!")]
+    is_choice = len(tokens) > 1 and tokens[0].value.lower() in ("option", "choice")
+    tokens = tokens[is_choice:]
     while len(tokens) > 2 and tokens[0].is_("(") and tokens[-1].is_(")"):
         tokens = tokens[1:-1]
     if not tokens or any(t.kind != "word" for t in tokens):
@@ -340,9 +416,9 @@ def _worded(tokens, depth):
     if set(values) & FUNCTIONS or (is_bare and set(values) & GREEK):
         return None
     is_word = re.fullmatch("[Nn]o|[IVX]{2,}|[A-Z]{3,}", values[0])  # and no product: HTT is not TTH
-    if is_bare and (all(len(v) < 3 for v in values) or is_product(values)) and not is_word:
+    if is_bare and not is_choice and (all(len(v) < 3 for v in values) or is_product(values)) and not is_word:
         return None
-    if values[0].lower() in ("a", "an", "the", "option", "choice") and len(values) > 1:
+    if values[0].lower() in ("a", "an", "the") and len(values) > 1:
         values = values[1:]
     words = " ".join(values).lower()
     if words in ("infinity", "pi"):

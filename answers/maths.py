@@ -4,15 +4,16 @@ import itertools
 from functools import lru_cache
 
 from answers.expressions import NotUnderstood
-from answers.grammar import read
+from answers.grammar import read, subject
 from answers.numbers import parse_number
 from answers.tokens import tokenise
-from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, proportional, same_value
+from answers.values import WORK_A_SECOND, Budget, NoValue, Undecided, is_near, proportional, same_value
 from answers.words import is_label
 
 LONGEST = 2000  # characters; no answer in MATH comes near it
 MODULUS_KEYS = {("command", "pmod"), ("command", "mod"), ("word", "mod")}
 MODULUS = ("word", "mod")
+HALF_DAYS = {("word", "AM"): ("word", "am"), ("word", "PM"): ("word", "pm")}
 MOST_MEMBERS = 40  # of a set whose members are compared each with each
 
 
@@ -22,7 +23,7 @@ def math_equal(answer, reference, timeout=1.0):
     None: undecided, since numbers are too large, or it might take longer than `timeout` seconds. That bounds
     the work and is no clock: a verdict depends on the two texts alone. Spelling, spaces, labels, and units
     that only one side has do not count; nothing is rounded; a comma list and \\{...\\} are sets, (a,b) is
-    ordered, brackets count; a statement such as 41=42 is not the value 42. From any thread.
+    ordered, brackets count; 6*7=42 is 42, and the false 41=42 is no value. From any thread.
     """
     if not isinstance(answer, str) or not isinstance(reference, str):
         return False
@@ -53,17 +54,22 @@ def _compared(answer, reference, timeout):
     one, two = one or _in_prose(answer, tokens), two or _in_prose(reference, other_tokens)
     if one is None or two is None:
         return False
-    return Comparison(Budget(timeout * WORK_A_SECOND)).same_whole(one, two)
+    verdict = Comparison(Budget(timeout * WORK_A_SECOND)).same_whole(one, two)
+    names = {subject(tokens), subject(other_tokens)} - {None} if verdict else ()
+    return verdict if len(names) < 2 else False  # x = 5 is not y = 5
 
 
 def _spelling(tokens):
     r"""The tokens' keys, without braces around a single character: \pmod{7} is \pmod 7.
 
-    All ways to write a modulus are one: \pmod{12}, \pmod 12, \bmod 12 and (mod 12).
+    All ways to write a modulus are one: \pmod{12}, \pmod 12, \bmod 12 and (mod 12). Words have no case, but
+    for names of points and the like.
     """
     keys = []
     for token in tokens:
-        keys.append(MODULUS if token.key in MODULUS_KEYS else token.key)
+        is_name = token.kind == "word" and (len(token.value) < 3 or token.value.isupper())
+        key = token.key if is_name or token.kind != "word" else ("word", token.value.lower())
+        keys.append(MODULUS if key in MODULUS_KEYS else HALF_DAYS.get(key, key))
         if token.is_("}") and keys[-3:-2] == [("sign", "{")]:
             if len(keys[-2][1]) == 1 or keys[-4:-3] == [MODULUS]:
                 keys[-3:] = [keys[-2]]
@@ -104,12 +110,19 @@ class Comparison:
 
     def same(self, a, b):
         kinds = {a[0], b[0]}
+        if "near" in kinds:
+            (_, value, decimal), other = (a, b) if a[0] == "near" else (b, a)
+            tree = value[1] if value[0] == "expression" else value[1][0]
+            return _all([self.ask(is_near, tree, decimal), self.same(value, other)])
         if len(kinds) == 1:
             # of brackets and matrices, in order
             return getattr(self, f"_same_{a[0]}", self._same_in_order)(a, b)
         if kinds == {"expression", "words"}:  # a choice: C, and (C)
             value, words = (a, b) if a[0] == "expression" else (b, a)
             return value[1][0] == "symbol" and value[1][1].lower() == words[1]
+        if kinds == {"expression", "equation"}:  # 6*7 = 42 is 42, where 41 = 42 is no value
+            value, (_, sides) = (a, b) if a[0] == "expression" else (b, a)
+            return _all(self.ask(same_value, side, value[1]) for side in sides)
         if kinds == {"named", "set"}:  # x_1=1, x_2=2 and 1, 2
             (_, values, _), members = (a, b) if a[0] == "named" else (b, a)
             is_one_letter = len({name.partition(" _")[0] for name in values}) == 1

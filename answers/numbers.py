@@ -14,6 +14,7 @@ from answers.words import (
     NEGATIONS,
     OPERATIONS,
     ORDINALS,
+    SCALE,
     SMALL_WORDS,
     UNIT_LETTERS,
     UNIT_POWERS,
@@ -35,17 +36,6 @@ LATEX_SPACING = re.compile(
 GAP = re.compile("[ {}]+")  # 7\\text{ times }x is "7 times x"
 EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 
-# Words that make another value of the number beside them. Scales ("3 (in millions)") and open ends
-# ("3 eggs or more") do so wherever they stand, the others right before or after the number and its noun.
-# A hedge that names the number itself is a word like others: "about 3", "3 or so", "3, more or less".
-SCALE = re.compile(
-    r"\b(?:(?:hundred|thousand|[a-z]{1,5}illi(?:on|ard)|dozen|lakh|crore)(?:s|ths?|en|es|e)?"
-    r"|tausend|dutzend|(?:mille|millier|douzaine|docena)s?|[mb]ill[oó]n(?:es)?|milh(?:ão|ões)|milion[ei]"
-    r"|(?<!more )or (?:more|less|fewer|greater|higher|lower|above|below|over|under))\b"
-    r"|[百千万萬亿億兆半]|тысяч|миллион|миллиард",
-    re.IGNORECASE,
-)
-
 
 def _any(words):
     return "(?:" + "|".join(map(re.escape, sorted(words, reverse=True))) + ")"
@@ -54,12 +44,15 @@ def _any(words):
 NOT = _any(NEGATIONS.split())
 FIGURE = _any(FIGURES.split())
 PART = f"(?:{_any(ORDINALS.split())}s?|quarters?)"
+# Words that make another value of the number that they stand right before, or after it and its noun.
 BESIDE = r"[^\w.,:;!?\n]*"  # a dollar, a bracket, a space; no end of a clause
 CHANGED_BEFORE = re.compile(
-    rf"(?:[负負减減]|零下|不是|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}"
-    rf"|{FIGURE}|(?:more|less|fewer|greater) than|at least|at most|up to|over"
+    rf"(?:[负負减減]|零下|(?<!差)不\w{{0,3}}|[多少大小高低][于於]|超[过過]|[至最][少多]"
+    rf"|\b(?:(?:{NOT}|[a-z]+n't)(?: [\w']+){{0,3}}"
+    rf"|{FIGURE}|(?:more|less|fewer|greater|mehr|weniger|größer|kleiner) (?:than|als)"
+    r"|at least|at most|up to|over|mindestens|höchstens"
     r"|upwards? of|in excess of|(?:shy|short) of|anything but|other than|unlike"
-    rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: of)?"
+    rf"|under|above|below|between|half|{PART} of(?: the)?|{_any(OPERATIONS.split())}(?: (?:of|de|que))?"
     rf"|(?:square|cube|power|reciprocal|opposite|inverse|absolute value)s? of(?: the)?"
     rf"|{_any(FUNCTION_NAMES)}(?: of)?)){BESIDE}$",
     re.IGNORECASE,
@@ -68,19 +61,24 @@ COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']
 CHANGED_AFTER = re.compile(
     rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|(?:is|was) (?:wrong|incorrect|false)\b"
     rf"|{COUNTED}(?:and )?(?:"
-    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter|{FIGURE}|minus|plus"
+    rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter"
+    rf"|{FIGURE}(?:(?<!one)s)?|minus|plus|einhalb|et demie?|y medi[ao]"
     rf"|squared|cubed|factorial|halved|doubled|tripled|point|divided|multiplied|mod|modulo"
     rf"|(?:times|over|under|percent of|to the) (?:{FIGURE}|{_any(ORDINALS.split())}|itself|[b-z]\b)"
+    r"|(?:and|or|of) [b-z]\b"
     rf"|(?:more|less|fewer|greater) than (?:{FIGURE}|[b-z]\b)"
     r"|and (?:up|above|over|under|below|beyond|change|counting|a bit)|or (?:not|none|nothing|neither)"
     r"|(?:below|under) (?:zero|freezing|sea level)|over par|below$|mil|mio|mln|mn|bln|bil|bn|mrd|thou|tril"
-    r"|trn|score|tens|(?:in )?base|at (?:least|most)"
+    r"|trn|grand(?! \w)|score|tens|(?:in )?base|at (?:least|most)"
     r"|to the (?:power|nth)|if [b-z])\b)",
     re.IGNORECASE,
 )
-UNIT_WITH_POWER = re.compile(r"[\^²³·⋅]|\\(?:frac|cdot|degree|textdegree|text|mathrm)(?![a-zA-Z])")
+UNIT_WITH_POWER = re.compile(
+    r"[\^²³·⋅]|\\(?:frac|cdot|degree|textdegree|text|mathrm)(?![a-zA-Z])| (?:squared|cubed)\b"
+)
 OPERATOR_AFTER = re.compile(
-    rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^[ ,]*(?:\.\.|…)|^[xX]{LETTER}|^ ?[백천만억]"
+    rf"^ ?/ ?(?:$|{LONE_LETTER})|- ?(?:$|{LONE_LETTER})|^[ ,]*(?:\.\.|…)|^[xX]{LETTER}"
+    "|^ ?[백천만억多余餘几幾]"
 )
 NOT_PUNCTUATION = set("_!*\\^·‰‱")
 
@@ -91,8 +89,11 @@ def plain_number_text(text):
     text = text.translate({ord(char): ascii_char(char) for char in set(text)})
     if "\\" in text:
         text = text.replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
+        text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", ",", text)
         text = re.sub(r"\^ ?\\circ(?![a-zA-Z])|\^ ?\{ ?\\circ ?\}", "°", text)
         text = LATEX_SPACING.sub(" ", text)
+    if "!" in text:
+        text = re.sub(r"(?<=[^\W\d_]{3})!+", "", text)  # 42 pens!
     return EMPHASIS.sub(r"\1", text.replace("{,}", ",").replace("**", " ")).strip("* ")
 
 
@@ -102,7 +103,7 @@ def _is_ignored(char):
     if char in NOT_PUNCTUATION or unicodedata.decomposition(char).startswith(part_of_a_value):
         return False
     category = unicodedata.category(char)
-    return char in " =$`" or category[0] in "LPM" or category in ("So", "Cf")
+    return char in " =$`~" or category[0] in "LPM" or category in ("So", "Cf")
 
 
 def _is_cased(char):
@@ -118,7 +119,7 @@ def _sign(before):
 
     None for "--5", "2 - 5" with a word for the 2, "x-5" and "x -5"; but "a profit of -$5" has a sign.
     """
-    head = before.rstrip(" $")
+    head = before.rstrip(" $~")
     sign = ""
     gap = before[len(head) :]
     if head.endswith(("+", "-")):

@@ -21,6 +21,7 @@ UNICODE = {
     "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
     "ℂ": r"\mathbb{C}",
 }  # fmt: skip
+UNICODE |= {"、": ", ", "或": " or ", "和": " and "}
 UNICODE |= dict.fromkeys("✕✖⨯⨉", r"\times ")
 UNICODE |= dict.fromkeys("⟨〈〈", r"\langle ") | dict.fromkeys("⟩〉〉", r"\rangle ")
 # from α on; no command is called omicron, and there are two small sigmas
@@ -40,22 +41,31 @@ SAME_COMMAND = {
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
     "bigcap": "cap", "lor": "or", "vee": "or", "backslash": "setminus",
+    "nicefrac": "frac", "sfrac": "frac", "pounds": "£", "textdollar": "$",
     "varphi": "phi", "varepsilon": "epsilon", "vartheta": "theta", "bmod": "mod", "cr": r"\\",
 }  # fmt: skip
-SIZES = re.compile(r"(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut)$")
+SIZES = re.compile(
+    r"(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut|[lL]arge)$"
+)
 SPACES = {"quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace"}
 TEXTS = {
     "text", "mbox", "textbf", "textit", "textrm", "textnormal", "textsf", "texttt", "mathrm", "operatorname",
-    "hbox", "rm", "textup", "mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm",
+    "hbox", "rm", "textup", "mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm", "underline",
+    "emph", "textsc", "pmb",
 }  # fmt: skip
-FONTS = {"mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm"}  # of a single letter: a letter as any other
+# of a single letter: a letter as any other
+FONTS = {"mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm", "pmb", "underline"}
 ACCENTS = {"overline", "bar", "vec", "hat", "overrightarrow", "tilde", "mathbb", "mathcal", "widehat", "dot"}
 BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", "langle": "rangle"}
 SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
 OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
 RUPEES = re.compile(r"\bRs\.? ?(?=\}? ?\d)")
 INNER_MATH = re.compile(r"(?<!\\)\$(?=\S)([^$]*[^$\s\\])\$(?!\d)")  # $x=3$ or $x=5$, but not $5 or $6
-DELIMITERS = ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")
+# around a whole answer: dollars of mathematics, Markdown, quotation marks
+WRAPPERS = (
+    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"),
+    ('"', '"'), ("“", "”"), ("``", "''"),
+)  # fmt: skip
 
 NUMBER = r"\d+(?:\.\d+)?|\.\d+"
 GROUPED = r"\d{1,3}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
@@ -65,7 +75,8 @@ LEXEMES = re.compile(
     rf"|(?P<scientific>(?:{NUMBER})[eE](?:-?\d+|\+\d{{2,3}})(?![a-zA-Z\d]))|(?P<number>{NUMBER})"
     r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?)"
     r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"
-    r"|(?P<hspace>\\[hv]space\*?\{[^{}]*\})|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
+    r"|(?P<unseen>\\(?:[hv]space\*?|(?:text)?color)\s?\{[^{}]*\}|\^\{\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\})"
+    r"|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
     r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)"
     r"|(?P<half_day>[aApP]\.\s?[mM]\.?(?![a-zA-Z]))|(?P<word>[a-zA-Z]{2,}'[a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
     r"|(?P<sign><=|>=|!=|\*\*|\.\.\.|.)",
@@ -126,14 +137,15 @@ def _normal(char):
 
 
 def without_wrapping(text):
-    """Without math's dollars, a box or Markdown's stars around the whole, and one closing full stop."""
+    """Without a box or the like of math's dollars around the whole, and one closing full stop."""
     text = text.strip().removeprefix("=").strip()
     while True:
         before = text
-        for opening, closing in (*DELIMITERS, ("**", "**"), ("*", "*"), ("`", "`")):
+        for opening, closing in WRAPPERS:
+            if not (text.startswith(opening) and text.endswith(closing) and len(text) > 2 * len(opening)):
+                continue
             inside = text[len(opening) : -len(closing)]
-            is_whole = text.startswith(opening) and text.endswith(closing) and len(text) > 2 * len(opening)
-            if is_whole and opening not in inside and closing not in inside:
+            if opening not in inside and closing not in inside:
                 text = inside.strip()
         box = re.fullmatch(r"\\f?box(?:ed)?\s*\{(.*)\}", text, re.DOTALL)
         if box and _balanced(box[1]):
@@ -161,7 +173,7 @@ def tokenise(text):
     for match in LEXEMES.finditer(normal_characters(without_wrapping(text))):
         kind, raw = match.lastgroup, match[0]
         name = raw[1:] if kind == "command" else ""
-        if kind in ("space", "hspace") or name in SPACES:
+        if kind in ("space", "unseen") or name in SPACES:
             spaced = True
             continue
         if name in TEXTS or SIZES.match(name):

@@ -16,7 +16,9 @@ EXACT_BITS = 15_000  # an exact rational has at most so many; beyond it is a flo
 LARGEST = 20_000  # bits of a value's magnitude, up or down
 WIDEST = 2_000  # bits between the largest and the smallest number of a pair: one sum must show both
 WORK_A_SECOND = 1_000_000  # of functions that are computed, the bits of each: what a slow core does at least
-POINTS = 4
+# Sizes of the unknowns: 1 or so, then far above and below the numbers of an answer, where |x-5| is not 5-x.
+POINTS = 7
+SURE = 5  # points at which a pair must be decided; one that is too much work at the others is not asked there
 RECIPROCAL = {"arccot": "arctan", "arcsec": "arccos", "arccsc": "arcsin"}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
 _local = threading.local()
@@ -87,8 +89,15 @@ def same_value(a, b, budget):
             is_equal, is_real = _equal_at(a, b, point, budget)
         except NoValue:
             continue
-        (real if is_real or _has(a, "i") or _has(b, "i") else complex_).append(is_equal)
-    verdicts = real if len(real) > len(points) // 3 else real + complex_
+        except Undecided:
+            if point < SURE:
+                raise
+            continue
+        counts = is_real or _has(a, "i") or _has(b, "i")
+        if counts and not is_equal:
+            return False
+        (real if counts else complex_).append(is_equal)
+    verdicts = real if len(real) > len(points) // 4 else real + complex_
     return bool(verdicts) and all(verdicts)
 
 
@@ -97,15 +106,34 @@ def proportional(one, two, is_positive, budget):
     names = symbols(one)
     if names != symbols(two) or not names:
         return False  # a statement about numbers is no value
-    product = _times(one, two)
-    if is_positive and not all(_positive_at(product, point, budget) for point in range(POINTS)):
-        return False
-    # one(p) two(q) = one(q) two(p)
-    for point in range(1, POINTS):
-        pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
-        if not same_value(*pair, budget) or same_value(_at(one, point), ("number", Fraction(0)), budget):
-            return False
+    for point in range(POINTS):
+        try:
+            if is_positive and not _positive_at(_times(one, two), point, budget):
+                return False
+            if point and not _in_ratio(one, two, point, budget):
+                return False
+        except Undecided:
+            if point < SURE:
+                raise
     return True
+
+
+def is_near(tree, decimal, budget):
+    """Whether a decimal is a number rounded or cut: less than one off in the last digit that counts."""
+    evaluation = Evaluation(250, 0, budget)
+    value = evaluation.of(tree)
+    if symbols(tree) or _is_huge(value) or not evaluation.is_real(value):
+        return False
+    whole, point, digits = decimal.partition(".")
+    power = -len(digits) if point else len(whole) - len(whole.rstrip("0") or whole)
+    value, decimal, last = map(evaluation.float, (value, Fraction(decimal), Fraction(10) ** power))
+    return abs(value - decimal) < last
+
+
+def _in_ratio(one, two, point, budget):
+    """Whether one(p) two(q) = one(q) two(p), none of them 0."""
+    pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
+    return same_value(*pair, budget) and not same_value(_at(one, point), ("number", Fraction(0)), budget)
 
 
 def _times(a, b):
@@ -126,13 +154,20 @@ def _positive_at(tree, point, budget):
     return at_point.is_positive(at_point.of(tree))
 
 
+@functools.lru_cache(maxsize=1000)
 def value_of(name, point):
-    """The number that an unknown stands for at a point: of moderate size; at points 0 and 2 all are positive,
-    so that roots and logarithms are real there, at 1 all are negative, at 3 of either sign.
+    """The number that an unknown stands for at a point. At points 0, 2 and 5 all are positive, so that roots
+    and logarithms are real there, at 1 and 6 negative, at 3 and 4 of either sign. At 2 they stand in the
+    reverse of their order at 0, so that |a-b| is neither a-b nor b-a.
     """
-    code = zlib.crc32(f"{name} {point}".encode()) * 2654435761 % 2**32
+    code = zlib.crc32(f"{name} {0 if point == 2 else point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
-    return -size if point == 1 or (point == 3 and (code >> 20) & 1) else size
+    if point == 2:
+        return 4 / size
+    letters = sum(map(ord, name))
+    is_negative = (False, True, False, letters & 1, letters & 2, False, True)[point]
+    size *= (1, 1, 1, Fraction(1, 30), 1, 9_000, 9_000)[point]
+    return -size if is_negative else size
 
 
 def _equal_at(a, b, point, budget):

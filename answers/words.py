@@ -114,6 +114,7 @@ UNIT_LETTERS = "mgslLhdtcpVWANJCF"
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound_sterling", "¥": "yen", "₹": "rupee", "¢": "cent"}
 COMPOUND_UNITS = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 UNIT_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+POWERS_AFTER = {"squared": 2, "cubed": 3}  # inches squared
 
 SCALES = {
     "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7,
@@ -128,18 +129,31 @@ ORDINALS = (
 )
 NEGATIONS = (
     "not no non none never without neither nor except isn't isnt aren't arent wasn't wasnt ain't cannot can't"
+    " nicht kein keine pas ne ni не"
 )
 OPERATIONS = (
     "minus plus negative times over divided multiplied point squared cubed factorial root mod modulo twice "
-    "double triple thrice halved doubled tripled"
+    "double triple thrice halved doubled tripled quadruple quintuple neg negativ moins menos más минус "
+    "больше меньше"
 )
 # Whole words that make of the number beside them another one, or none.
 CHANGING = set(
     f"{FIGURES} {ORDINALS} {NEGATIONS} {OPERATIONS} dozen score and or than least most below under above "
     "between tens base january february march april may june july august september october november december "
-    "mil mio mln mn bln bil bn mrd thou tril trn".split()
+    "mil mio mln mn bln bil bn mrd thou tril trn mehr weniger mindestens höchstens oder einhalb".split()
 ) | set(SCALES)
-CHANGING |= {f"{word}s" for word in (*ORDINALS.split(), *SCALES, "dozen", "hundredth")}
+CHANGING |= {f"{word}s" for word in (*FIGURES.split(), *ORDINALS.split(), *SCALES, "dozen", "hundredth")}
+CHANGING.remove("ones")  # 12 red ones
+# Scale words of more languages ("3 (in millions)") and open ends ("3 eggs or more") change a number wherever
+# they stand. A hedge that names the number itself is a word like others: "about 3", "3 or so".
+SCALE = re.compile(
+    r"\b(?:(?:hundred|thousand|[a-z]{1,5}illi(?:on|ard)|dozen|lakh|crore)(?:s|ths?|en|es|e)?"
+    r"|tausend|dutzend|(?:mille|millier|douzaine|docena)s?|[mb]ill[oó]n(?:es)?|milh(?:ão|ões)|milion[ei]"
+    r"|(?<!more )or (?:more|less|fewer|greater|higher|lower|above|below|over|under)"
+    r"|(?:oder|ou|o) (?:mehr|weniger|plus|moins|más|menos))\b"
+    r"|[百千万萬亿億兆半]|以[上下内內]|或更?[多少]|тысяч|миллион|миллиард",
+    re.IGNORECASE,
+)
 
 # Words of one or two letters that may stand among the words of a label: 12 ways to do it.
 SMALL_WORDS = set(
@@ -150,7 +164,9 @@ SMALL_WORDS = set(
 def changes(word):
     """Whether a word beside a number makes another number of it: million, half, minus, isn't, thirty-two."""
     word = word.lower()
-    return word in CHANGING or word.endswith("n't") or any(part in CHANGING for part in word.split("-"))
+    if word in CHANGING or word.endswith("n't") or SCALE.match(word):
+        return True
+    return any(part in CHANGING for part in word.split("-"))
 
 
 def is_label(word):

@@ -1,5 +1,6 @@
 """Whether two MATH answers are the same object: by hand, on hazards, from threads, and on MATH-500."""
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -175,6 +176,30 @@ ALSO_SAME = [
     (r"{3 \over 4}", "0.75"), (r"-{\sqrt3\over 3}", r"-\frac{1}{\sqrt3}"), (r"\pi\over 4", r"\frac\pi4"),
     (r"\begin{pmatrix}1\cr2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("42\\", "42"),
     ("5 pct", "5"), (r"\text{Infinity}", r"\infty"), ("(x^3)^{1/3}", "x"), ("(x+1)^{1000}", "(1+x)^{1000}"),
+    (r"\max\{5,6\}", "6"), (r"\gcd\{12,18\}", "6"), (r"8^{\text{th}}", "8"), (r"\emph{even}", "even"),
+    (r"\textcolor{red}{\frac34}", "3/4"), (r"\color{blue} 5", "5"), (r"\Large \nicefrac{3}{4}", "0.75"),
+    (r"\pounds 5", "£5"),
+    (r"\frac13 \approx 0.33", "1/3"), (r"d = \sqrt{117} = 3\sqrt{13} \approx 10.8", r"3\sqrt{13}"),
+    (r"\frac{20000}{\pi} \approx 6400", r"\frac{20000}{\pi}"),
+    (r"x = \frac13 \approx 0.333, y = 2", "x=1/3, y=2"),
+    (r"-\sqrt3 \approx -1.732", r"-\sqrt3"), (r"\frac{270}{7}^\circ \approx 38.6^\circ", "270/7"),
+    (r"6 \cdot 7 = 42", "42"), (r"d = \sqrt{36+81} = \sqrt{117} = 3\sqrt{13}", r"3\sqrt{13}"),
+    (r"\frac{14}{3} = 4\frac23", "14/3"), (r"x = 14/3 \approx 4.67", "14/3"), (r"x^2-1=(x-1)(x+1)", "x^2-1"),
+    ("]3,4]", "(3,4]"), (r"]-\infty; 1[ \cup [2;3[", r"(-\infty,1)\cup[2,3)"), (r"x \in ]3,4[", "3<x<4"),
+    (r"2\begin{pmatrix}1\\-2\end{pmatrix}", r"\begin{pmatrix}2\\-4\end{pmatrix}"),
+    (r"-\frac13 \cdot \left[\begin{array}{c}-6\\x\end{array}\right]", r"\begin{pmatrix}2\\-x/3\end{pmatrix}"),
+    (r"-\begin{bmatrix}1&0\end{bmatrix}", r"\begin{bmatrix}-1&0\end{bmatrix}"),
+    (r"\{1\}\cup\{2,3\}", "1,2,3"), (r"x=0 \text{ or } 1\le x\le 2", r"\{0\}\cup[1,2]"),
+    (r"x > 3 \text{ and } x \le 4", "(3,4]"), (r"x \le 4 \text{ and } x > 3", "3<x<=4"),
+    ("10:30 AM", "10:30 a.m."), ("july 4", r"\text{July 4}"), ('"even"', r"\text{even}"), ("“5”", "5"),
+    ("1、2", "1,2"), ("x=1或x=2", "1,2"), (r"x_{1,2} = 1 \pm \sqrt{19}", r"1 \pm \sqrt{19}"),
+    ("5 inches squared", r"5\text{ in}^2"), (r"5\text{ in.}^2", "5 square inches"),
+    (r"\begin{cases}x=2\\y=3\end{cases}", "(2,3)"), ("option (C)", r"\text{(C)}"),
+    (r"\text{Choice (C)}", "C"), (r"\underline{9}", "9"), (r"52_{\text{eight}}", "52_8"),
+    (r"52\text{ (base 8)}", "52_8"), ("52 (base 8) + 1", "43"), (r"-5\%", "-5"), ("-5%", "-5"),
+    (r"-\frac12\%", "-0.5"), ("-10°", "-10"), ("5 > y", "y < 5"), (r"\frac{y-3}{2}=x", "y=2x+3"),
+    ("|x-5|", r"\sqrt{(5-x)^2}"), ("y-2^x=0", "y=2^x"), (r"\max(x,5)", r"\frac{x+5+|x-5|}{2}"),
+    (r"\ln(x-9)+\ln 2", r"\ln(2x-18)"), ("2^{2^n}", "4^{2^{n-1}}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
@@ -221,6 +246,31 @@ ALSO_OTHER = [
     ("2/3 of x", "2/3"), ("July 4", "4"), (r"\text{July 4}", r"\text{June 4}"), ("5'x", "5"), ("5:x", "5"),
     ("5 for all x", "5"), ("5 per x", "5"), ("5 out of ten", "5"), ("5 of ten", "5"), ("five of 10", "10"),
     ("ten of 5", "5"), ("5 take away two", "5"), ("HTT", "TTH"), ("5 twelfths", "5"), ("HHT", "HTH"),
+    ("|x-5|", "5-x"), (r"\sqrt{(x-5)^2}", "5-x"), ("|x+5|", "x+5"), (r"\sqrt{x^2+10x+25}", "x+5"),
+    ("-|x-100|", "x-100"), ("|100-x|", "100-x"), ("y=|x+5|", "y=x+5"), ("y=|10-2x|", "y=10-2x"),
+    ("y=5", "x=5"), ("y > 5", "x > 5"), (r"y \in [1,2]", r"1 \le x \le 2"), ("x=3", "y = 3"),
+    ("18_0", "18"), ("18_{00}", "18"), ("18_000", "18000"), ("22_{8.5}", "18"), ("22_{8.7}", "22_8"),
+    (r"52_{\text{nine}}", "52_8"), ("52 (base 9)", "52_8"), (r"-5\%", "-0.05"), ("-10 radians", r"-10^\circ"),
+    (r"\max\{5,7\}", "6"), ("2^{nd}", "2"), (r"\textcolor{red}{5}1", "51"), (r"\sfrac{3}{4}", "4/3"),
+    ("1、030", "1030"),
+    (r"\frac13 \approx 0.35", "1/3"), (r"\frac13 \approx 5", "1/3"), (r"-\sqrt3 \approx 1.732", r"-\sqrt3"),
+    (r"42 \approx 41", "42"), (r"(1,2) \approx 5", "(1,2)"), (r"x \approx 5", "5"), (r"x^2 \approx 5", "x^2"),
+    (r"6 \cdot 8 = 42", "42"), ("x = 41 = 42", "42"), ("42 = 42 + 1", "42"), (r"\frac{14}{3} = 4.67", "14/3"),
+    ("x = y = 42", "42"), (r"\sin x = 1", "1"), (r"14/3 \approx 4.67", "4.67"), ("]3,4]", "[3,4]"),
+    ("]3,4[", "3,4"), ("[3,4[", "[3,4]"),
+    (r"2\begin{pmatrix}1\\-2\end{pmatrix}", r"\begin{pmatrix}1\\-2\end{pmatrix}"),
+    (r"2+\begin{pmatrix}0\\2\end{pmatrix}", r"\begin{pmatrix}2\\4\end{pmatrix}"),
+    (r"2\begin{vmatrix}1&2\\3&4\end{vmatrix}", r"\begin{vmatrix}2&4\\6&8\end{vmatrix}"),
+    (r"\{1\}\cup\{2\}", "1,2,3"), (r"\{1\}\cup(2,3)", "1,2,3"), ("x>1 and y<5", "(1,5)"),
+    ("x>1 or x<5", "(1,5)"), (r"x \ge 1 \text{ and } x<5", "(1,5)"), ("10:30 AM", "10:30 p.m."),
+    ("AB ∥ CD", "ab ∥ cd"), ('"5" or "6"', "5"), ("1、2、3", "1,2"), ("1或2", "1"),
+    ("5 inches cubed", r"5\text{ in}^2"), ("5 apples squared", "5"),
+    (r"\begin{cases}x=3\\y=2\end{cases}", "(2,3)"), ("option (C) or (D)", "C"), ("option not C", "C"),
+    (r"\begin{cases}x & x>0\\-x & x<0\end{cases}", r"\begin{cases}-x & x>0\\x & x<0\end{cases}"),
+    (r"\underline{x}", "9"), (r"\frac{y-3}{2}=x", "y=2x+4"), ("5 tausend", "5"), ("5 Millionen", "5"),
+    ("5 mille", "5"), ("5 douzaines", "5"), ("mehr als 5", "5"), ("nicht 5", "5"), ("5 oder mehr", "5"),
+    ("5 einhalb", "5"), ("moins 5", "5"), ("超过5", "5"), ("5 fives", "5"), ("|x^2-1|", "x^2-1"),
+    (r"\max(x,-5)", "x"), (r"\min(x,10)", "x"), ("|xy|", "xy"), ("|ab|", "-ab"),
 ]  # fmt: skip
 
 
@@ -247,6 +297,15 @@ def test_two_spellings_of_one_object():
 
 def test_two_objects():
     assert judged_otherwise([pair for pair in OTHER + ALSO_OTHER if pair not in UNDECIDED], False) == []
+
+
+def test_an_absolute_value_is_neither_of_its_two_branches():
+    """Of |a-b|, |x-y| and half of all such pairs one branch was the same at every point that was tried."""
+    pairs = [(f"|{a}-{b}|", f"{a}-{b}") for a, b in itertools.permutations("abckmnpqrstuvwxyz", 2)]
+    for k in ("0.5", "1", "2", "5", "12", "100", "1000"):
+        pairs += [(f"|x-{k}|", f"x-{k}"), (f"|x-{k}|", f"{k}-x")]
+        pairs += [(f"|x+{k}|", f"x+{k}"), (f"|x+{k}|", f"-x-{k}")]
+    assert judged_otherwise(pairs, False) == []
 
 
 def test_numbers_too_large_to_be_told_apart_are_undecided():

@@ -92,6 +92,10 @@ NUMBERS = {
     "more or less 7": "7", "7 eggs, more or less": "7", "probably 7": "7",
     "7 *": "7", "* 7": "7", "7\u200b": "7", "\u200b7": "7", "7 ABC": "7", "7 pkgs": "7", "44 b.c.": "44",
     "7 I think": "7", "about 19^{\\circ}, and so on": "19",
+    "7 eggs!": "7", "So it is 7 eggs every day!!": "7", "70\\,000": "70000", "1\\,234\\,567": "1234567",
+    "12 red ones": "12", "12 of them in three colours": "12", "a 7 dollar grand prize": "7",
+    "the grand total is 7": "7", "7 apples and a pear": "7",
+    "7~": "7", "~7": "7", "差不多20个": "20", "比小明多20": "20", "20 fois par jour": "20", "20 Stück": "20",
 }  # fmt: skip
 NOT_NUMBERS = (
     "", " ", "seven", "nan", "-inf", "Infinity", "...", "-", ".", ",", "$", "%", "1_000", "_7_", "10³", "x²",
@@ -129,6 +133,14 @@ NOT_NUMBERS = (
     "5 eggs and counting",
     "5 and a bit", "anything but 5", "other than 5", "unlike 5", "5 or none", "5 or nothing", "5 or not",
     "x $-5", "profit - 5", "profit-5", "[x] - 5", "5ₓ", "in millions: 7", "total (in thousands): $7",
+    "不到20", "不足20个", "至少20", "最多20", "超过20", "多于20", "小于20", "20以上", "20岁以下",
+    "20多个", "20余人", "20几", "20个或更多",
+    "nicht 20", "kein 20", "mehr als 20", "weniger als 20", "mindestens 20", "höchstens 20", "20 oder mehr",
+    "20 einhalb", "negativ 20", "moins 20", "plus de 20", "moins de 20", "au moins 20",
+    "au plus 20", "pas 20", "20 ou plus", "20 heures et demie", "más de 20", "menos de 20", "al menos 20",
+    "20 y medio", "no 20", "не 20", "больше 20", "7 fives",
+    "7 % of x", "7 of x", "7!!", "70\\,00", "1234\\,567", "7~8", "x! 7", "7 m!",
+    "7 grand", "quadruple 7", "neg 7", "7 and x", "7 or y",
 )  # fmt: skip
 
 
@@ -182,6 +194,11 @@ EXTRACTIONS = [
     ("hash", "a\n####", None),
     ("hash", "#### \n7", None),
     ("hash", "#### ...", None),
+    ("hash", "#### 7</s>", "7"),
+    ("hash", "#### 7 <|im_end|> 8", "7"),
+    ("hash", "#### <|endoftext|>7", None),
+    ("hash", "#### 7 <|> 8", "7 <|> 8"),
+    ("hash", "#### x < 7 </b>", "x < 7 </b>"),
     ("hash", "### 7", None),
     ("hash", "so 7", None),
     ("boxed", r"\boxed{6} no, \boxed{7}.", "7"),
@@ -343,7 +360,8 @@ HASH = [
     ("#### seven", "7", 0.0), ("#### **7**", "7", 0.0), ("#### \\boxed{7}", "7", 0.0), ("#### ", "7", 0.0),
     ("####\n7", "7", 0.0), ("7", "7", 0.0), ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0),
     ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
-    ("#### \\$7", "7", 1.0), ("#### 7\\%", "7", 1.0), ("#### \\,7", "7", 0.0),
+    ("#### \\$7", "7", 1.0), ("#### 7\\%", "7", 1.0), ("#### \\,7", "7", 0.0), ("#### 7<|im_end|>", "7", 1.0),
+    ("#### ~7", "7", 0.0), ("#### 7!", "7", 0.0),
 ]  # fmt: skip
 
 
