@@ -65,16 +65,20 @@ def _spelling(tokens):
     All ways to write a modulus are one: \pmod{12}, \pmod 12, \bmod 12 and (mod 12). Words have no case, but
     for names of points and the like.
     """
-    keys = []
+    keys, opened = [], []
     for token in tokens:
         is_name = token.kind == "word" and (len(token.value) < 3 or token.value.isupper())
         key = token.key if is_name or token.kind != "word" else ("word", token.value.lower())
         keys.append(MODULUS if key in MODULUS_KEYS else HALF_DAYS.get(key, key))
-        if token.is_("}") and keys[-3:-2] == [("sign", "{")]:
-            if len(keys[-2][1]) == 1 or keys[-4:-3] == [MODULUS]:
-                keys[-3:] = [keys[-2]]
-        elif token.is_(")") and keys[-4:-2] == [("sign", "("), MODULUS]:
-            keys[-4:] = keys[-3:-1]
+        if token.is_("{", "("):
+            opened.append(len(keys) - 1)
+        elif token.is_("}", ")") and opened:
+            start = opened.pop()
+            before, inside = keys[max(0, start - 1) : start], keys[start + 1 : -1]
+            is_braced = keys[start] == ("sign", "{")
+            is_character = len(inside) == 1 and len(inside[0][1]) == 1
+            if (is_braced and (is_character or before == [MODULUS])) or inside[:1] == [MODULUS]:
+                keys[start:] = inside
     return keys
 
 

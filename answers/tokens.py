@@ -23,7 +23,9 @@ UNICODE = {
 }  # fmt: skip
 UNICODE |= {"、": ", ", "或": " or ", "和": " and "}
 UNICODE |= dict.fromkeys("✕✖⨯⨉", r"\times ")
-UNICODE |= dict.fromkeys("⟨〈〈", r"\langle ") | dict.fromkeys("⟩〉〉", r"\rangle ")
+UNICODE |= dict.fromkeys("\u27e8\u2329\u3008", r"\langle ") | dict.fromkeys("\u27e9\u232a\u3009", r"\rangle ")
+# not seen, but meant: a function's argument, times, a comma, plus
+UNICODE |= {"\u2061": " ", "\u2062": r"\cdot ", "\u2063": ",", "\u2064": "+"}
 # from α on; no command is called omicron, and there are two small sigmas
 GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi - pi rho sigma sigma tau"
 GREEK = f"{GREEK} upsilon phi chi psi omega".split()
@@ -40,7 +42,7 @@ SAME_COMMAND = {
     "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
-    "bigcap": "cap", "lor": "or", "vee": "or", "backslash": "setminus",
+    "bigcap": "cap", "lor": "or", "vee": "or", "wedge": "land", "backslash": "setminus",
     "nicefrac": "frac", "sfrac": "frac", "pounds": "£", "textdollar": "$",
     "varphi": "phi", "varepsilon": "epsilon", "vartheta": "theta", "bmod": "mod", "cr": r"\\",
 }  # fmt: skip
@@ -133,7 +135,7 @@ def _normal(char):
         return rf"\frac{{{top}}}{{{bottom}}}" if bottom else char
     if unicodedata.decomposition(char).startswith("<font>"):  # 𝑥, 𝜋
         return "".join(map(_normal, unicodedata.normalize("NFKC", char)))
-    return "" if unicodedata.category(char) == "Cf" else ascii_char(char)  # not seen: U+2062, times
+    return "" if unicodedata.category(char) == "Cf" else ascii_char(char)  # not seen
 
 
 def without_wrapping(text):

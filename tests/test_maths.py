@@ -137,6 +137,8 @@ ALSO_SAME = [
     (r"x^{\frac{1}{3}}", r"\sqrt[3]{x}"), (r"144\pi cm^3", r"144\pi"), (r"\text{10:30 a.m.}", "10:30 a.m."),
     (r"\sqrt{x}\sqrt{y}", r"\sqrt{xy}"), (r"x \equiv 3 \pmod{7}", r"x \equiv 3 \pmod 7"),
     (r"3 \pmod{7}", r"3\pmod 7"), (r"x \equiv 3 \pmod{12}", r"x \equiv 3 \pmod 12"),
+    ("sin\u2061x", r"\sin x"), ("2\u20623", "6"), ("\u23291,2\u232a", r"\langle 1,2 \rangle"),
+    ("p ∧ q", r"p \wedge q"), ("x ≡ 3 (mod 2n)", r"x \equiv 3 \pmod{2n}"),
     ("AB ∥ CD", r"AB \parallel CD"), ("2 ✕ 3", "6"), ("1 ∕ 2", "0.5"), ("𝑥 + 𝟏", "1+x"), ("x\u2062y", "yx"),
     ("Σ + ε", r"\varepsilon + \Sigma"), ("〈1,2〉", r"\langle 1,2\rangle"), ("x ∈ ℤ", r"x \in \mathbb{Z}"),
     ("x ≡ 3 (mod 12)", r"x \equiv 3 \pmod{12}"), (r"x \equiv 3 \bmod 12", r"x \equiv 3 (\mathrm{mod} 12)"),
@@ -204,6 +206,7 @@ ALSO_SAME = [
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
     (r"x \equiv 3 \pmod{12}", r"x \equiv 3 \pmod{13}"), (r"x \equiv 3 \pmod{12}", "x ≡ 4 (mod 12)"),
+    ("2\u20623", "23"), ("1\u20642", "12"), ("1\u20632", "12"), ("x ≡ 3 (mod 2n)", r"x \equiv 3 \pmod{3n}"),
     ("AB ⊥ CD", "AB ∥ CD"), ("A ⊂ B", "B ⊂ A"), ("ℂ", "ℝ"), ("x∖2", "x/2"),
     ("10 units", r"10\text{ cm}^2"), ("45 radians", "45°"), ("5 square units", "5 cubic units"),
     ("2ab", "2"), (r"\pi ab", r"\pi"), ("x^2ab", "x^2"), ("5 theta", "5"), ("AB", "ab"),
