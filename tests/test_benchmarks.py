@@ -147,6 +147,7 @@ def test_the_first_screen_says_what_the_study_found(
     assert f"| 4 | {mean:.3f} |" in lines[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_pages")
 def test_the_kept_study_is_made_of_the_runs_that_are_kept_with_it(tmp_path):
     """They stood in no commit for a while: a pattern of .gitignore hid them, and study.json stood alone."""

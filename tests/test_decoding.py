@@ -624,7 +624,9 @@ def columns(out):
 
 
 @pytest.mark.parametrize("similarity", ["distribution", "embedding", "mean"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2")), "qwen3"]
+)
 @torch.no_grad()
 def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, tokenizer, prompts):
     """Everything that a rollout records: rows leave on the way, paths stop thinking, a temperature is set."""
@@ -646,6 +648,7 @@ def test_the_fast_path_gives_the_samples_of_the_plain_one(family, similarity, to
             assert value is None or torch.allclose(value.float(), plain[name].float(), atol=1e-5), name
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_prompts_that_are_given_the_rows_of_ended_ones_are_answered_as_if_alone(llama, tokenizer, prompts):
     many = [p[: 1 + i % len(p)] for i in range(5) for p in prompts]

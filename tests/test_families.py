@@ -256,6 +256,7 @@ def test_randomness_that_cannot_be_silenced_is_refused_in_training_alone(start, 
         load_policy(settings(), start("Phi-3.5 MoE"), words, CPU)
 
 
+@pytest.mark.slow
 def test_weights_that_text_never_reaches_are_frozen_and_saved_unchanged(start, words, capsys):
     """DDP waited for the gradients of a vision tower and ended in torch's traceback."""
     policy = load_policy(settings(), start("Gemma-3, multimodal"), words, CPU)

@@ -282,6 +282,7 @@ def test_a_run_that_began_before_there_was_one_of_the_logs_goes_on(start, cut):
     assert sorted(set(steps)) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_written_before_progress_had_its_names_is_gone_on_from(
     start, uninterrupted, tmp_path, monkeypatch
 ):

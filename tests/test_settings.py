@@ -84,7 +84,14 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "grpo_train.py",
+        "grpo_eval.py",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft_train.py", "grpo_study.py")),
+    ],
+)
 def test_help_and_a_mistake_are_answered_before_torch_is_imported(script, tmp_path):
     """They took four seconds of CPU, for an import that neither needs."""
     for name in ("torch", "transformers", "accelerate", "datasets"):
@@ -141,7 +148,7 @@ def test_a_flag_that_is_given_twice_is_refused(flags, line):
         parse_config(Config, flags.split())
 
 
-@pytest.mark.parametrize("script", ["grpo_train.py", "sft_train.py"])
+@pytest.mark.parametrize("script", ["grpo_train.py", pytest.param("sft_train.py", marks=pytest.mark.slow)])
 def test_a_folder_in_use_and_missing_data_are_refused_before_torch_is_imported(script, tmp_path):
     """The first line named a page that never came; the refusal came after ten seconds of imports."""
     (tmp_path / "torch.py").write_text("raise SystemExit(99)\n")
