@@ -4,7 +4,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from answers.words import CURRENCIES
+from answers.words import CURRENCIES, GREEK
 
 CHARACTERS = {"−": "-", "⁄": "/", "∕": "/", "∶": ":", "٪": "%", "٫": ".", "٬": ",", "’": "'"}
 SUPERSCRIPTS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "+-0123456789n")
@@ -26,15 +26,11 @@ UNICODE |= dict.fromkeys("✕✖⨯⨉", r"\times ")
 UNICODE |= dict.fromkeys("\u27e8\u2329\u3008", r"\langle ") | dict.fromkeys("\u27e9\u232a\u3009", r"\rangle ")
 # not seen, but meant: a function's argument, times, a comma, plus
 UNICODE |= {"\u2061": " ", "\u2062": r"\cdot ", "\u2063": ",", "\u2064": "+"}
-# from α on; no command is called omicron, and there are two small sigmas
-GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi - pi rho sigma sigma tau"
-GREEK = f"{GREEK} upsilon phi chi psi omega".split()
-UNICODE |= {chr(ord("α") + i): f"\\{name} " for i, name in enumerate(GREEK) if name != "-"}
-CAPITALS = zip(
-    "ΓΔΘΛΞΠΣΥΦΨΩ", "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split(), strict=True
-)
-UNICODE |= {letter: f"\\{name} " for letter, name in CAPITALS}
-UNICODE |= {"ϕ": r"\phi ", "ϵ": r"\epsilon ", "ϑ": r"\theta ", "µ": r"\mu "}
+for name in GREEK - {"varepsilon", "vartheta", "varphi", "ell"}:
+    size = "SMALL" if name.islower() else "CAPITAL"
+    letter = unicodedata.lookup(f"GREEK {size} LETTER {name.upper().replace('LAMBDA', 'LAMDA')}")
+    UNICODE[letter] = f"\\{name} "
+UNICODE |= {"ς": r"\sigma ", "ϕ": r"\phi ", "ϵ": r"\epsilon ", "ϑ": r"\theta ", "µ": r"\mu "}
 SAME_COMMAND = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "infin": "infty",
     "varnothing": "emptyset", "leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge",

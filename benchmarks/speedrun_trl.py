@@ -33,6 +33,8 @@ IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLE
 
 def trl_settings(config, args):
     """GRPOConfig's keyword arguments for a Config of ours."""
+    from learning.precision import DTYPES
+
     rows = config.batch_size * config.num_generations
     at_once = min(64, rows)
     settings = dict(num_generations=config.num_generations, per_device_train_batch_size=at_once)
@@ -44,9 +46,11 @@ def trl_settings(config, args):
     settings |= dict(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
     settings |= dict(adam_beta1=config.adam_beta1, adam_beta2=config.adam_beta2, seed=config.seed)
     settings |= dict(max_grad_norm=config.max_grad_norm, max_steps=config.num_steps)
-    computed_in = {"bf16": "bfloat16", "fp16": "float16"}.get("" if args.cpu else config.precision, "float32")
-    weights = computed_in if config.lora_r else "float32"  # as ours has them: frozen ones are not stepped
-    settings |= dict(model_init_kwargs={"dtype": weights}, report_to="none", save_strategy="no")
+    # as ours has them: with LoRA those of the base are not stepped
+    weights = DTYPES["fp32" if args.cpu or not config.lora_r else config.precision]
+    settings |= dict(
+        model_init_kwargs={"dtype": str(weights).removeprefix("torch.")}, report_to="none", save_strategy="no"
+    )
     settings |= dict(logging_steps=1, disable_tqdm=True, use_cpu=args.cpu)
     settings |= {name: config.precision == name and not args.cpu for name in ("bf16", "fp16")}
     if args.sampler == "vllm":

@@ -176,10 +176,8 @@ def shared_settings(settings):
     shared = dict(settings)
     for name in PATHS:
         value = settings.get(name)
-        if isinstance(value, list):
-            shared[name] = [Path(item).name for item in value]
-        elif value is not None and not _is_hub_address(value):
-            shared[name] = Path(value).name
+        if value is not None and not _is_hub_address(value):
+            shared[name] = _file_names(value)
     if "changes" in shared:
         shared["changes"] = shared_changes(settings)
     if Path(settings["dataset"]).is_dir():  # not to be taken for a data set of the hub, gsm8k or math say

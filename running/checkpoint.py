@@ -221,10 +221,10 @@ class Checkpoints:
                     "after_step": step_of(path),
                     "changed": json.loads(json.dumps(differ, sort_keys=True)),
                 }
-            if differ and not problem and self.config.resume_anyway:
-                self.run.say(f"going on although this is not what the run was: {shown(differ)}")
-            elif differ and not problem:
-                self.run.say(f"going on longer than the run was to be: {shown(differ)}; {self._of_rates()}")
+                what = f"longer than the run was to be: {shown(differ)}; {self._of_rates()}"
+                if self.config.resume_anyway:
+                    what = f"although this is not what the run was: {shown(differ)}"
+                self.run.say(f"going on {what}")
         raise_on_all(SettingError("resume", str(path), problem) if problem else None)
 
     def _of_rates(self):

@@ -119,8 +119,8 @@ def _left_behind(config):
     if not (folder / "run_config.yaml").exists():  # another tool's model, which is overwritten only if asked
         names = (*MODEL_FILES, "README.md") if config.overwrite_output_dir else ()
         return others + [path for name in names for path in folder.glob(name)]
-    names = (*MODEL_FILES, *LOGS, FINISHED, STRANGERS, "README.md", *DRAWN, *FOLDERS, "warm_start.json")
-    names += (".checkpoint.*",)
+    names = (*MODEL_FILES, *LOGS, FINISHED, STRANGERS, "README.md", *DRAWN, *FOLDERS)
+    names += ("warm_start.json", ".checkpoint.*")
     found = others + [path for name in names for path in folder.glob(name)]
     numbered = folder.glob("checkpoint-*")
     found += [path for path in numbered if step_of(path) is not None]
