@@ -25,6 +25,20 @@ def speedrun(benchmark_module):  # noqa: F811
     return benchmark_module("speedrun")
 
 
+@pytest.mark.parametrize("trained, evaluated", [("precision: fp32\n", "fp32"), (None, "bf16")])
+def test_a_model_is_evaluated_in_the_precision_it_was_trained_in(
+    trained, evaluated, speedrun, tmp_path, monkeypatch
+):
+    """--train_flags --precision reached the training alone. A peer's folder has no settings of ours."""
+    asked = []
+    monkeypatch.setattr(speedrun, "evaluate", lambda *given: asked.append(given))
+    if trained:
+        (tmp_path / "run_config.yaml").write_text(trained)
+    args = SimpleNamespace(data="d", answer_tokens=300, precision="bf16", questions=None, work=tmp_path)
+    assert list(speedrun.evaluations(tmp_path, "m", args)) == ["greedy", "mean4"]
+    assert {how[how.index("--precision") + 1] for how in asked} == {evaluated}
+
+
 def test_sampled_over_trained_counts_the_extra_rollouts(speedrun):
     """Two steps of 4 x 8, and three groups that gave way: 88 sampled, 30 + 14 computed."""
     steps = [
