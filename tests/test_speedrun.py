@@ -25,7 +25,7 @@ def speedrun(benchmark_module):  # noqa: F811
     return benchmark_module("speedrun")
 
 
-@pytest.mark.parametrize("trained, evaluated", [("precision: fp32\n", "fp32"), (None, "bf16")])
+@pytest.mark.parametrize(("trained", "evaluated"), [("precision: fp32\n", "fp32"), (None, "bf16")])
 def test_a_model_is_evaluated_in_the_precision_it_was_trained_in(
     trained, evaluated, speedrun, tmp_path, monkeypatch
 ):
