@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from decoding.any_model import FAMILIES, known_family
-from decoding.building import why_no_kernels
+from decoding.building import start_compile_workers, why_no_kernels
 from decoding.rollout import pad_right, to_device
 from decoding.step import by_group, norm_shrink
 from decoding.tokens import whole_blocks
@@ -211,6 +211,8 @@ class FastBackbone:
             config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps
         )
         self.scale = attention.scaling
+        if compiled:
+            start_compile_workers()
         functions = (into_attention, out_of_attention, head_input, enter_norm, leave_norm)
         self.into, self.out_of, self.head, self.enter, self.leave = (
             torch.compile(f) if compiled else f for f in functions

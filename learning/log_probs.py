@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from decoding.any_model import far_apart, head_output, model_body, real_logits, softcap
-from decoding.building import why_no_kernels
+from decoding.building import start_compile_workers, why_no_kernels
 from decoding.controls import controlled, directions, mean_embedding
 from decoding.rollout import to_device
 from decoding.self_test import probe_rollout
@@ -268,6 +268,7 @@ def compile_layers(model):
 
     Layers that an earlier run of this process has compiled stay as they are.
     """
+    start_compile_workers()
     torch._dynamo.config.optimize_ddp = False  # it would cut each layer where a bucket of gradients ends
     # {one row, few tokens, many} x {with gradients, without} x {policy, reference}
     torch._dynamo.config.recompile_limit = 16

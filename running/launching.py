@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from answers.user_files import code_of, user_files
+from decoding.building import start_compile_workers
 from errors import RunError, SettingError, counted
 from learning.device import choose_device, cpu_threads
 from learning.models import fingerprint
@@ -249,6 +250,8 @@ def start_processes(config):
     # processes differ in their number of forwards, so DDP must not exchange buffers in each
     no_broadcast = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = make_accelerator(config, [no_broadcast])
+    if config.torch_compile and accelerator.device.type == "cuda":
+        start_compile_workers()  # they get ready while models are loaded
     torch.manual_seed(config.seed)
     if threads := cpu_threads(config, accelerator.device):
         torch.set_num_threads(threads)

@@ -1,8 +1,11 @@
 """Which device computes. There is no Mac here: its GPU is simulated."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 from decoding.building import why_no_kernels
 from learning import device
 from learning.precision import compute_dtype
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -126,3 +131,33 @@ def test_without_cuda_nothing_is_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert why_no_kernels.__wrapped__() == "no CUDA"
+
+
+COMPILES_AFTER_A_SIGNAL = """
+import os, signal, time
+from decoding.building import start_compile_workers
+
+start_compile_workers()
+from torch._inductor.async_compile import AsyncCompile
+
+took = []
+signal.signal(signal.SIGTERM, lambda number, frame: took.append(number))
+pool = AsyncCompile.process_pool()
+first = pool.submit(os.getpid).result(60)
+os.killpg(0, signal.SIGTERM)
+time.sleep(0.5)
+assert pool.submit(os.getpid).result(30) != os.getpid() != first
+print(took)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no such signals")
+def test_a_signal_to_the_whole_group_leaves_the_processes_that_compile():
+    """torch would wait without end for processes that it has lost."""
+    env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    command = [sys.executable, "-c", COMPILES_AFTER_A_SIGNAL]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"[{int(signal.SIGTERM)}]\n"), done.stderr
