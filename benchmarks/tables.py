@@ -252,7 +252,7 @@ def _recipe_then(lines):
     then = yaml.safe_load("\n".join(lines))
     now = yaml.safe_load((ROOT / "configs" / "speedrun.yaml").read_text())
     differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-    had = ", ".join(f"{key} {then[key]}" if key in then else f"no {key}" for key in differ)
+    had = ", ".join(f"{key} {then[key]}" if key in then else f"{key} not set" for key in differ)
     return f"; the recipe that they vary had {had}" if had else ""
 
 
