@@ -282,7 +282,7 @@ def test_a_table_of_variations_says_what_the_recipe_had_then(benchmark_module): 
     now = (ROOT / "configs" / "speedrun.yaml").read_text()
     assert tables._recipe_then(now.splitlines()) == ""
     then = now.replace("batch_size: 64", "batch_size: 32").replace("mu: 1\n", "") + "top_k: 5\n"
-    said = "; the recipe that they vary had batch_size 32, top_k 5, no mu"
+    said = "; the recipe that they vary had batch_size 32, top_k 5, mu not set"
     assert tables._recipe_then(then.splitlines()) == said
 
 
