@@ -44,6 +44,7 @@ from reporting.files import yaml_text
 from rewards import RewardLog, check_rewards, compute_rewards, reward_columns, right_answers
 from running.folder import refuse_used
 from running.progress import steps_to_do, trainer_state
+from running.settings import why_in_use
 from running.sft_config import warm_start_settings
 from running.warm_starts import cache_folder, kept_at, key_of, read_inputs
 
@@ -97,14 +98,18 @@ def report(config, functions):
 def _check(said, functions, end):
     """Fill the Report; end: when sampling is over, by time.monotonic()."""
     config = said.config
-    start, warm_start_is_pending = _start(config)
+    in_use = why_in_use(config)
+    if in_use:  # the run would be refused; what it would do elsewhere can be said all the same
+        said.find(f"output_dir={config.output_dir!r} {in_use}")
+    start, warm_start_is_pending = _start(config, is_new=in_use is not None)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     check_rewards(config, functions, problems[0].problem)
     if warm_start_is_pending:
         _check_warm_start(config)
     device = choose_device()
-    refuse_used(config)
+    if not in_use:
+        refuse_used(config)
     dtype = compute_dtype(config.precision, device)
     model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
@@ -126,12 +131,15 @@ def _check(said, functions, end):
         _check_pass_rate(said, decoder, problems[:PROMPTS], end, completions if device.type == "cpu" else 0)
 
 
-def _start(config):
-    """The model that training starts from, or the one that a warm start which is still to come does."""
+def _start(config, is_new):
+    """The model that training starts from, or the one that a warm start which is still to come does.
+
+    is_new: the run will need another output_dir, whose warm start is not that of this one.
+    """
     warm_start = Path(config.output_dir) / "warm_start"
     if config.warm_start == "none":
         return config.model, False
-    if (warm_start / "warm_start.json").exists():
+    if (warm_start / "warm_start.json").exists() and not is_new:
         return str(warm_start), False
     kept = _kept_warm_start(config)
     return (config.model, True) if kept is None else (str(kept), False)

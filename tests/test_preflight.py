@@ -17,6 +17,7 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from errors import DataError, SettingError
 from running import preflight
 from running.preflight import predicted_peak
+from running.settings import refuse_at_once
 from small_faults import settings_of
 from small_models import CHAT_TEMPLATE
 from small_update import small_update
@@ -55,6 +56,24 @@ def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_
     assert "batch_size:" not in printed, "settings are asked for with -v"
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_check_in_a_folder_in_use_reports_it_and_checks_all_the_same(fault_start, tmp_path, capsys):
+    """After the first command of the README the --check of docs/recipes.md was refused, for it uses the same
+    folder; the warm start that lies there is another run's."""
+    out = tmp_path / "out"
+    (out / "warm_start").mkdir(parents=True)
+    for name in ("run_config.yaml", "finished.json", "warm_start/warm_start.json"):
+        (out / name).write_text("{}")
+    settings = dict(warm_start="configs/tiny_warm_start.yaml", max_completion_length=60)
+    config = settings_of(fault_start, out, check=True, **settings)
+    refuse_at_once(config)
+    printed = check(config, capsys)
+    assert f"  output_dir='{out}' holds a run already: choose another" in printed
+    assert "gold answers: 30 of 30 earn 2.8" in printed
+    assert "a warm start comes first" in printed
+    with pytest.raises(SettingError, match="holds a run already"):
+        refuse_at_once(settings_of(fault_start, out, **settings))
 
 
 def test_the_settings_and_the_whole_prompt_are_shown_with_v(fault_start, tmp_path, capsys):
