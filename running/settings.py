@@ -506,7 +506,7 @@ def refuse_missing_data(config):
 
 
 def refuse_folder(config):
-    """Refuse an output_dir that holds a run, or that cannot be a folder; --check reports one that is in use."""
+    """Refuse an output_dir that cannot be a folder, or that is in use, which --check only reports."""
     remedy = _why_not(config, Path(config.output_dir))
     if remedy is None and not getattr(config, "check", False):
         remedy = why_in_use(config)
@@ -533,7 +533,7 @@ def _why_not(config, folder):
 
 
 def why_in_use(config):
-    """Why output_dir must be another, since a run or a model lies there that is not to be touched, or None."""
+    """Why a run must take another output_dir than this, since a run or a model lies there, or None."""
     folder = Path(config.output_dir)
     holds_a_run = has_begun(folder)
     others = [name for name in ("config.json", "README.md") if (folder / name).exists()]

@@ -112,7 +112,9 @@ def test_rewards_that_pay_nothing_are_blamed_themselves_and_not_the_format(fault
     config = settings_of(fault_start, tmp_path / "out")
     with pytest.raises(SettingError, match="^reward_set=.*a right answer earns 0, and an empty completion 0"):
         checked(config, lambda completions, answer, **_: [0.0 for _ in answer])
-    assert " count as right" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " count as right" in printed
+    assert "earns as much as" not in printed, "nothing earns anything"
 
 
 def test_a_wrong_answer_that_is_paid_in_full_is_shown(fault_start, tmp_path, capsys):
@@ -121,6 +123,25 @@ def test_a_wrong_answer_that_is_paid_in_full_is_shown(fault_start, tmp_path, cap
     printed = capsys.readouterr().out
     assert re.search(r"the answer '(\d+)7' earns as much as '\1': the rewards do not tell them", printed)
     assert "teach nothing" not in printed
+
+
+def test_one_of_several_rewards_that_does_not_read_the_text_is_named(fault_start, tmp_path, capsys):
+    """`"yes" in completion` pays 0 for everything; beside a reward that works nobody was told. What pays
+    reference answers unevenly was not named either."""
+
+    def broken(completions, **_):
+        return [float("yes" in completion) for completion in completions]
+
+    def brief(completions, **_):
+        return [1 - len(completion[0]["content"]) / 1000 for completion in completions]
+
+    config = settings_of(fault_start, tmp_path / "out")
+    preflight.report(config, [(right_number, 1.0), (broken, 0.5), (brief, 0.1)])
+    printed = capsys.readouterr().out
+    findings = printed.partition("\n\n")[0]
+    assert re.search(r"\d+ of 30 reference answers earn less .*: brief does not pay them alike", findings)
+    assert "the reward broken pays 0 for right, wrong and empty texts alike: does it read" in findings
+    assert "the reward brief" not in findings
 
 
 def test_a_reward_that_needs_what_the_data_lacks_is_refused_as_the_run_refuses_it(fault_start, tmp_path):
