@@ -87,7 +87,7 @@ def given_rewards(config, functions):
         raise SettingError("reward_functions", functions, "must hold at least one function")
     beside = "cannot stand beside reward_functions: leave it out, and give (function, weight) pairs there"
     check(config, "reward reward_weights", lambda v: not v, beside)
-    check(config, "reward_set", lambda v: v == Config.reward_set, beside)
+    check(config, "reward_set", lambda v: v in (Config.reward_set, GIVEN), beside)
     pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
     for pair in pairs:
         if isinstance(pair[0], type):
@@ -121,6 +121,8 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
     if study is None:
         warn_of_idle(config)
     reward_functions = given_rewards(config, reward_functions) if given else chosen_rewards(config)
+    if given:
+        config = replace(config, reward_set=GIVEN)
     if dataset is not None:
         if config.warm_start != "none":
             remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"

@@ -5,6 +5,7 @@ import math
 from answers.formats import answer_format_named
 from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
+from problems.sources import GIVEN
 from rewards import REWARD_SETS, load_reward, reward_name
 from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, check_one_of, setting, settings_class
 from running.sft_config import warm_start_settings
@@ -182,9 +183,10 @@ class Config(TrainConfig):
         check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
         remedy = "has no effect with num_generations=2: each path hears all there is; give at least 3"
         check(self, "m3po_credit", lambda v: not v or self.num_generations > 2, remedy)
-        check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
-        chosen_rewards(self)
+        if self.reward_set != GIVEN:
+            check_one_of(self, "reward_set", tuple(REWARD_SETS))
+            chosen_rewards(self)
         if self.warm_start != "none":
             warm_start_settings(self)
 
@@ -209,6 +211,9 @@ class Config(TrainConfig):
 
 def chosen_rewards(config):
     """The (function, weight) pairs of a run."""
+    if config.reward_set == GIVEN:
+        remedy = "the rewards of that run were: name yours by --reward FILE.py:function, or a reward_set"
+        raise SettingError("reward_set", GIVEN, remedy)
     pairs = REWARD_SETS[config.reward_set]
     try:
         if config.reward is not None:
