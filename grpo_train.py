@@ -563,8 +563,10 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
         f"{config.max_prompt_length} tokens)"
     )
     processes = run.accelerator.num_processes
+    may_end_before = config.max_minutes or config.max_wall_minutes or config.patience
+    steps = ("at most " if may_end_before else "") + counted(run.total, "step")
     run.say(
-        f"{config.batch_size} x {config.num_generations} completions a step on "
+        f"{steps} of {config.batch_size} x {config.num_generations} completions on "
         f"{counted(processes, f'{run.device.type} process')}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)

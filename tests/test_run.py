@@ -218,6 +218,7 @@ def test_of_controls_is_told_where_paths_hear_anything(lam, recipe_start, tmp_pa
     grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts"))
     out = capsys.readouterr().out
     assert [f"m3po_{name}=" in out for name in ("control", "scoring")] == [lam > 0] * 2
+    assert "\n1 step of 2 x 3 completions on 1 cpu process, each ends on " in out, "how long is it?"
 
 
 @pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
