@@ -575,14 +575,7 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
         remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
     if len(problems) < config.batch_size:
         remarks.append(f"batch_size={config.batch_size} is above the {number}: steps repeat some")
-    if config.m3po_lambda and config.m3po_control != "none":
-        remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
-    if config.m3po_lambda and config.m3po_scoring == "plain":
-        what = "the update scores the plain ids, and so another policy than the one that samples"
-        remarks.append(f"with m3po_scoring=plain {what}: logp_diff says how far apart they are")
-    if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):
-        remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
-    for remark in remarks:
+    for remark in remarks + config.remarks:
         run.say(f"note: {remark}")
 
 

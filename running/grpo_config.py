@@ -191,6 +191,24 @@ class Config(TrainConfig):
             warm_start_settings(self)
 
     @property
+    def remarks(self):
+        """What these settings do together that somebody might not expect, a sentence each."""
+        remarks = []
+        if self.m3po_lambda and self.m3po_control != "none":
+            remarks.append(f"m3po_control={self.m3po_control}: paths do not hear what they hear in M3PO")
+        if self.m3po_lambda and self.m3po_scoring == "plain":
+            what = "the update scores the plain ids, and so another policy than the one that samples"
+            remarks.append(f"with m3po_scoring=plain {what}: logp_diff says how far apart they are")
+        default = Config.epsilon, Config.epsilon_high
+        if self.mu == 1 and (self.epsilon, self.epsilon_high) != default:
+            remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
+        is_of_a_set = self.reward is None and self.reward_set != GIVEN
+        if is_of_a_set and (self.reward_set == "math") != (self.grading == "math"):
+            what = f"reward_set={self.reward_set} pays otherwise than grading={self.grading} counts as right"
+            remarks.append(f"{what}: give both as math, or neither")
+        return remarks
+
+    @property
     def clip_range(self):
         """The ratio is clipped to these two values."""
         epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high

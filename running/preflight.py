@@ -221,6 +221,7 @@ def _check_work(said, problems, held_out, skipped):
     passes = total * B / len(problems)
     sampled = f"{counted(total, 'step')} = {total * B * G:,} completions"
     said.say("the run", f"{sampled}, {passes:.2f} passes over the problems")
+    said.findings += config.remarks
     if not config.learning_rate:
         said.find("every learning rate is 0, and no weight will change")
     return total * B * G

@@ -85,10 +85,14 @@ def test_the_settings_and_the_whole_prompt_are_shown_with_v(fault_start, tmp_pat
 
 def test_what_a_refused_check_has_found_is_shown_before_the_refusal(fault_start, tmp_path, capsys):
     (tmp_path / "words.jsonl").write_text('{"question": "Who?", "answer": "<answer> no </answer>"}\n' * 3)
-    settings = dict(dataset=str(tmp_path / "words.jsonl"), learning_rate=0.0)
+    settings = dict(dataset=str(tmp_path / "words.jsonl"), learning_rate=0.0, epsilon=0.3)
     with pytest.raises(SettingError, match="no reference answer of this data is right .* reads '<reasoning>"):
         check(settings_of(fault_start, tmp_path / "out", **settings), capsys)
-    assert "findings (2):\n  every learning rate is 0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "findings (3):\n  with mu=1 the ratio is always 1" in printed, (
+        "what the run notes, the check finds"
+    )
+    assert "\n  every learning rate is 0" in printed
 
 
 def test_a_refused_check_never_says_that_nothing_was_found(fault_start, tmp_path, capsys):
