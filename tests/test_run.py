@@ -236,7 +236,9 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     assert {row["example_id"] for row in rows} <= {f"mine-{i}" for i in range(8)}
     noted = yaml.safe_load((tmp_path / "run_config.yaml").read_text())
     assert (noted["dataset"], noted["reward_set"]) == (GIVEN, GIVEN), "it said grpo_m3po, as the card did"
-    assert "| `reward_set` | given in Python |" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "| `reward_set` | given in Python |" in card
+    assert " on problems given in Python, " in card
     with pytest.raises(DataError, match="were given in Python: name a file or a hub id"):
         load_problems(GIVEN, "test")
     again = parse_config(grpo_train.Config, ["--config", str(tmp_path / "run_config.yaml")])
