@@ -87,7 +87,7 @@ def given_rewards(config, functions):
         raise SettingError("reward_functions", functions, "must hold at least one function")
     beside = "cannot stand beside reward_functions: leave it out, and give (function, weight) pairs there"
     check(config, "reward reward_weights", lambda v: not v, beside)
-    check(config, "reward_set", lambda v: v == Config.reward_set, beside)
+    check(config, "reward_set", lambda v: v in (Config.reward_set, GIVEN), beside)
     pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in functions]
     for pair in pairs:
         if isinstance(pair[0], type):
@@ -121,6 +121,8 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
     if study is None:
         warn_of_idle(config)
     reward_functions = given_rewards(config, reward_functions) if given else chosen_rewards(config)
+    if given:
+        config = replace(config, reward_set=GIVEN)
     if dataset is not None:
         if config.warm_start != "none":
             remedy = "it reads the data of the settings: give them as --dataset, or run sft_train.py before"
@@ -561,8 +563,10 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
         f"{config.max_prompt_length} tokens)"
     )
     processes = run.accelerator.num_processes
+    may_end_before = config.max_minutes or config.max_wall_minutes or config.patience
+    steps = ("at most " if may_end_before else "") + counted(run.total, "step")
     run.say(
-        f"{config.batch_size} x {config.num_generations} completions a step on "
+        f"{steps} of {config.batch_size} x {config.num_generations} completions on "
         f"{counted(processes, f'{run.device.type} process')}, each ends on {' or '.join(ends)}"
     )
     remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
@@ -571,14 +575,7 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
         remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
     if len(problems) < config.batch_size:
         remarks.append(f"batch_size={config.batch_size} is above the {number}: steps repeat some")
-    if config.m3po_lambda and config.m3po_control != "none":
-        remarks.append(f"m3po_control={config.m3po_control}: paths do not hear what they hear in M3PO")
-    if config.m3po_lambda and config.m3po_scoring == "plain":
-        what = "the update scores the plain ids, and so another policy than the one that samples"
-        remarks.append(f"with m3po_scoring=plain {what}: logp_diff says how far apart they are")
-    if config.mu == 1 and (config.epsilon, config.epsilon_high) != (Config.epsilon, Config.epsilon_high):
-        remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
-    for remark in remarks:
+    for remark in remarks + config.remarks:
         run.say(f"note: {remark}")
 
 

@@ -394,7 +394,7 @@ def _called(function, columns):
 
 def _called_alone(function, columns):
     """The same, where what a user's function does to its arguments or to the process reaches nobody else."""
-    if _is_own(function):
+    if is_built_in(function):
         return _called(function, columns)
     with in_their_process():
         return _called(function, _copied(columns))
@@ -480,7 +480,7 @@ def _free_name(name, taken):
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
-def _is_own(function):
+def is_built_in(function):
     """Whether a function is one of this file, which changes nothing that it is given."""
     return getattr(function, "__module__", None) == __name__
 
@@ -560,7 +560,7 @@ def lost_answers(config, problems):
 def check_answers(config, reward_functions, problems):
     """The `lost_answers`; refuses built-in rewards where no completion of any problem could ever be right."""
     lost = lost_answers(config, problems)
-    if len(lost) == len(problems) and all(_is_own(function) for function, _ in reward_functions):
+    if len(lost) == len(problems) and all(is_built_in(function) for function, _ in reward_functions):
         wrong = f"none of the {len(lost)} reference answers can be right in it, such as {lost[0][:60]!r}"
         raise SettingError(
             "answer_format", config.answer_format, f"{wrong}: choose another, or mend the data"
@@ -575,7 +575,7 @@ def check_rewards(config, reward_functions, problem):
     """
     columns = reward_columns([problem], [""], [[]], config.answer_format)
     hidden = sorted(problem.more.keys() & OF_THE_LOOP)
-    if hidden and not all(_is_own(function) for function, _ in reward_functions):
+    if hidden and not all(is_built_in(function) for function, _ in reward_functions):
         what = f"the data's {', '.join(hidden)} does not reach reward functions, which get the loop's own"
         warnings.warn(f"{what} under this name: give the column another", stacklevel=2)
     try:

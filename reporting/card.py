@@ -27,7 +27,7 @@ CARD = """---
 
 # {title}
 
-{model} after {steps} of {method} on {dataset}, {minutes} of training.{start}
+{model} after {steps} of {method} on {dataset}, {time} of training.{start}
 
 {results}
 ## Use
@@ -87,7 +87,7 @@ def model_card(settings, folder, system_prompt, dataset, recipe):
         steps=counted(lines[-1]["step"], "step"),
         method=_method(settings),
         dataset=dataset if _is_hub_address(dataset) else Path(dataset).name or dataset,
-        minutes=counted(round(lines[-1]["train_seconds"] / 60), "minute"),
+        time=_time(lines[-1]["train_seconds"]),
         results=_results(lines),
         start=_start(settings, Path(folder) / "warm_start"),
         answer_format=Path(settings["answer_format"]).name,
@@ -143,13 +143,21 @@ def _tags(settings):
     return ["grpo", "m3po"] if _method(settings) == "GRPO with M3PO" else ["grpo"]
 
 
+def _time(seconds):
+    return counted(round(seconds), "second") if seconds < 90 else counted(round(seconds / 60), "minute")
+
+
 def _recipe_rows(settings, names):
-    """Rows of the card's table; a reward's path is cut to its name, since no path of a machine goes out."""
+    """Rows of the card's table; paths are cut to names, since no path of a machine goes out.
+
+    A reward_set is left out where rewards of the user's took its place.
+    """
+    shown = settings | {"answer_format": Path(settings["answer_format"]).name, "reward": None}
+    if settings.get("reward"):
+        shown |= {"reward": [Path(reward).name for reward in settings["reward"]], "reward_set": None}
     rows = []
     for name in names:
-        value = settings.get(name)
-        if name == "reward":
-            value = [Path(reward).name for reward in value or ()] or None
+        value = shown.get(name)
         if value is not None and (settings["lora_r"] or not name.startswith("lora")):
             rows.append(f"| `{name}` | {value} |")
     return "\n".join(rows)

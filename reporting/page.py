@@ -38,7 +38,8 @@ OF_A_PATH = (
     "alone_completion alone_extracted alone_right"
 ).split()
 SETTINGS = (
-    "model dataset answer_format batch_size num_generations max_completion_length learning_rate beta "
+    "model warm_start dataset answer_format grading reward_set reward batch_size num_generations "
+    "max_completion_length learning_rate beta "
     "m3po_lambda m3po_temperature m3po_similarity m3po_control seed"
 ).split()
 OF_AN_EVALUATION = (
@@ -229,6 +230,8 @@ def page(folder):
     evaluations = read_evaluations(folder / "evaluations.jsonl")
     groups, total = read_groups(folder / "rollouts.jsonl", settings.get("num_generations", 0))
     shown = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+    if "reward" in shown:  # which takes the place of a set
+        del shown["reward_set"]
     if changes := changes_of(settings):
         shown["changes"] = " ".join(changes).replace("`", "")
     data = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from answers.user_files import code_of, user_files
 from errors import RunError
+from problems.sources import GIVEN
 from reporting.files import MODEL_FILES, sha256_of
 from rewards import reward_name
 from running.parsing import without_gone, without_switches
@@ -112,6 +113,8 @@ def differences(config, then, inputs):
     default = {f.name: f.default for f in fields(config) if f.default is not MISSING}
     there = {name: settings.get(name, default.get(name)) for name in {*now, *settings} - free}
     differ = {name: (value, now.get(name)) for name, value in there.items() if value != now.get(name)}
+    if GIVEN in differ.get("reward_set", ()):  # which says where functions come from; "rewards" compares them
+        del differ["reward_set"]
     inputs = dict(inputs)
     if "held_out" not in then:
         inputs["data"] = inputs["data_before_2026_11_30"]

@@ -226,7 +226,8 @@ def _card(config, folder):
     free = set(names_with(type(config), "resume", "free"))
     trained = {name: value for name, value in read_run_config(folder).items() if name not in free}
     settings = resolved(config) | trained
-    address = HUB.get(settings["dataset"], {"": (settings["dataset"], None)})[""][0]
+    named = f"problems {GIVEN}" if settings["dataset"] == GIVEN else settings["dataset"]
+    address = HUB.get(named, {"": (named, None)})[""][0]
     recipe = names_with(type(config), "in_card")
     prompting = Prompting.of(SimpleNamespace(**settings))
     is_raw = prompting.prompt_format == "raw"

@@ -5,6 +5,7 @@ import math
 from answers.formats import answer_format_named
 from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
+from problems.sources import GIVEN
 from rewards import REWARD_SETS, load_reward, reward_name
 from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, check_one_of, setting, settings_class
 from running.sft_config import warm_start_settings
@@ -182,11 +183,30 @@ class Config(TrainConfig):
         check(self, "m3po_control", lambda v: not (v == "scaled_mean" and is_mean), remedy)
         remedy = "has no effect with num_generations=2: each path hears all there is; give at least 3"
         check(self, "m3po_credit", lambda v: not v or self.num_generations > 2, remedy)
-        check_one_of(self, "reward_set", tuple(REWARD_SETS))
         check_one_of(self, "rollout_is", ("none", "token"))
-        chosen_rewards(self)
+        if self.reward_set != GIVEN:
+            check_one_of(self, "reward_set", tuple(REWARD_SETS))
+            chosen_rewards(self)
         if self.warm_start != "none":
             warm_start_settings(self)
+
+    @property
+    def remarks(self):
+        """What these settings do together that somebody might not expect, a sentence each."""
+        remarks = []
+        if self.m3po_lambda and self.m3po_control != "none":
+            remarks.append(f"m3po_control={self.m3po_control}: paths do not hear what they hear in M3PO")
+        if self.m3po_lambda and self.m3po_scoring == "plain":
+            what = "the update scores the plain ids, and so another policy than the one that samples"
+            remarks.append(f"with m3po_scoring=plain {what}: logp_diff says how far apart they are")
+        default = Config.epsilon, Config.epsilon_high
+        if self.mu == 1 and (self.epsilon, self.epsilon_high) != default:
+            remarks.append("with mu=1 the ratio is always 1, so that epsilon and epsilon_high clip nothing")
+        is_of_a_set = self.reward is None and self.reward_set != GIVEN
+        if is_of_a_set and (self.reward_set == "math") != (self.grading == "math"):
+            what = f"reward_set={self.reward_set} pays otherwise than grading={self.grading} counts as right"
+            remarks.append(f"{what}: give both as math, or neither")
+        return remarks
 
     @property
     def clip_range(self):
@@ -209,6 +229,9 @@ class Config(TrainConfig):
 
 def chosen_rewards(config):
     """The (function, weight) pairs of a run."""
+    if config.reward_set == GIVEN:
+        remedy = "the rewards of that run were: name yours by --reward FILE.py:function, or a reward_set"
+        raise SettingError("reward_set", GIVEN, remedy)
     pairs = REWARD_SETS[config.reward_set]
     try:
         if config.reward is not None:

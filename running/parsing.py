@@ -66,6 +66,7 @@ REFUSED = {
     "load_best_model_at_end": "is keep_best here, which leaves the best model in output_dir/best",
     "resume_from_checkpoint": "is --resume here: it goes on from the newest whole checkpoint",
     "enable_m3po": M3PO_SWITCH,
+    "m3po": M3PO_SWITCH,
     "enable_cross_path": M3PO_SWITCH,
     "use_wandb": "is --report_to wandb here",
     "wandb_entity": "is not needed: wandb reads it from the environment, WANDB_ENTITY",

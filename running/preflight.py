@@ -41,9 +41,17 @@ from learning.models import (
 from learning.precision import compute_dtype
 from problems.prompts import Prompting, prepare_problems, problems_of, responses
 from reporting.files import yaml_text
-from rewards import RewardLog, check_rewards, compute_rewards, reward_columns, right_answers
+from rewards import (
+    RewardLog,
+    check_rewards,
+    compute_rewards,
+    is_built_in,
+    reward_columns,
+    right_answers,
+)
 from running.folder import refuse_used
 from running.progress import steps_to_do, trainer_state
+from running.settings import why_in_use
 from running.sft_config import warm_start_settings
 from running.warm_starts import cache_folder, kept_at, key_of, read_inputs
 
@@ -97,14 +105,18 @@ def report(config, functions):
 def _check(said, functions, end):
     """Fill the Report; end: when sampling is over, by time.monotonic()."""
     config = said.config
-    start, warm_start_is_pending = _start(config)
+    in_use = why_in_use(config)
+    if in_use:  # the run would be refused; what it would do elsewhere can be said all the same
+        said.find(f"output_dir={config.output_dir!r} {in_use}")
+    start, warm_start_is_pending = _start(config, is_new=in_use is not None)
     tokenizer = load_tokenizer(start, config.trust_remote_code)
     problems, held_out, skipped = prepare_problems(config, tokenizer)
     check_rewards(config, functions, problems[0].problem)
     if warm_start_is_pending:
         _check_warm_start(config)
     device = choose_device()
-    refuse_used(config)
+    if not in_use:
+        refuse_used(config)
     dtype = compute_dtype(config.precision, device)
     model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
     model.requires_grad_(not config.lora_r)  # adapters would be trained instead; they are small
@@ -126,12 +138,15 @@ def _check(said, functions, end):
         _check_pass_rate(said, decoder, problems[:PROMPTS], end, completions if device.type == "cpu" else 0)
 
 
-def _start(config):
-    """The model that training starts from, or the one that a warm start which is still to come does."""
+def _start(config, is_new):
+    """The model that training starts from, or the one that a warm start which is still to come does.
+
+    is_new: the run will need another output_dir, whose warm start is not that of this one.
+    """
     warm_start = Path(config.output_dir) / "warm_start"
     if config.warm_start == "none":
         return config.model, False
-    if (warm_start / "warm_start.json").exists():
+    if (warm_start / "warm_start.json").exists() and not is_new:
         return str(warm_start), False
     kept = _kept_warm_start(config)
     return (config.model, True) if kept is None else (str(kept), False)
@@ -206,6 +221,7 @@ def _check_work(said, problems, held_out, skipped):
     passes = total * B / len(problems)
     sampled = f"{counted(total, 'step')} = {total * B * G:,} completions"
     said.say("the run", f"{sampled}, {passes:.2f} passes over the problems")
+    said.findings += config.remarks
     if not config.learning_rate:
         said.find("every learning rate is 0, and no weight will change")
     return total * B * G
@@ -416,7 +432,7 @@ def _check_gold(said, problems, functions, decoder):
 
     write = partial(answer_format.write, "So it is.")
     texts = [as_read(write(p.problem.answer), p) for p in problems]
-    totals = _paid(functions, problems, texts, config)
+    totals, parts = _paid(functions, problems, texts, config)
     problems, texts = problems[: len(totals)], texts[: len(totals)]
     golds = [p.problem.answer for p in problems]
     best = max(total for total in totals if not math.isnan(total))  # NaN: every reward abstained
@@ -426,7 +442,9 @@ def _check_gold(said, problems, functions, decoder):
     earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
     said.say("gold answers", f"{earn}, {sum(map(bool, right))} count as right{_undecided(right)}")
     if missed:
-        said.find(f"{len(missed)} of {len(golds)} reference answers earn less than {best:.3g}, or nothing")
+        earn = f"{len(missed)} of {len(golds)} reference answers earn less than {best:.3g}, or nothing"
+        uneven = " and ".join(name for name, values in parts.items() if len(set(values)) > 1)
+        said.find(f"{earn}: {uneven} does not pay them alike" if len(functions) > 1 else earn)
     for problem, total in missed[:10]:
         said.lines.append(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
     scored = next(p for p, total in paid if not math.isnan(total))
@@ -441,9 +459,15 @@ def _check_gold(said, problems, functions, decoder):
         "nothing": "",
     }
     near_texts = [as_read(text, scored) for text in near.values()]
-    near = dict(zip(near, _rewards(functions, [scored] * len(near), near_texts, config), strict=True))
+    totals, parts = _rewards(functions, [scored] * len(near), near_texts, config)
+    near = dict(zip(near, totals, strict=True))
     said.say(f"near misses of {gold!r}", ", ".join(f"{name} {total:.3g}" for name, total in near.items()))
-    if near["another answer"] >= best:
+    for (function, _), (name, values) in zip(functions, parts.items(), strict=True):
+        is_constant = len(set(values)) == 1 and values[0] is not None
+        if is_constant and len(functions) > 1 and not is_built_in(function):
+            alike = f"the reward {name} pays {values[0]:g} for right, wrong and empty texts alike"
+            said.find(f"{alike}: does it read the text, which is completion[0]['content']?")
+    if near["another answer"] >= best > near["nothing"]:
         said.find(f"the answer {gold + '7'!r} earns as much as {gold!r}: the rewards do not tell them apart")
     if not any(right):
         wrong = "no reference answer of this data is right in this format"
@@ -457,15 +481,20 @@ def _check_gold(said, problems, functions, decoder):
 
 
 def _paid(functions, problems, texts, config):
-    """Rewards of the first texts: of as many as can be paid in GOLD_SECONDS, in parts that double."""
-    totals, size, began = [], 8, time.monotonic()
+    """Rewards of the first texts: of as many as can be paid in GOLD_SECONDS, in parts that double.
+
+    The totals, and the values of each function by name.
+    """
+    totals, parts, size, began = [], {}, 8, time.monotonic()
     while not totals or (len(totals) < len(texts) and time.monotonic() - began < GOLD_SECONDS):
         part = slice(len(totals), len(totals) + size)
-        totals += _rewards(functions, problems[part], texts[part], config, gather=lambda values: [])
+        earned, values = _rewards(functions, problems[part], texts[part], config, gather=lambda values: [])
+        totals += earned
+        parts = {name: [*parts.get(name, ()), *paid] for name, paid in values.items()}
         size *= 2
     if all(map(math.isnan, totals)):  # refused in the words of the rewards
         _rewards(functions, problems[: len(totals)], texts[: len(totals)], config)
-    return totals
+    return totals, parts
 
 
 def _undecided(right):
@@ -475,14 +504,13 @@ def _undecided(right):
 
 
 def _rewards(functions, problems, texts, config, gather=list):
-    """gather: see compute_rewards; what gives an empty list lets every function abstain."""
+    """As compute_rewards, with its gather; one that gives an empty list lets every function abstain."""
     ids = [[0] * 8 for _ in texts]  # no completion was sampled
     columns = reward_columns([p.problem for p in problems], texts, ids, config.answer_format)
     columns["trainer_state"] = trainer_state()
     log = RewardLog([{} for _ in texts])
     how = dict(timeout=config.reward_timeout, log=log, gather=gather)
-    totals, _ = compute_rewards(functions, columns, **how)
-    return totals
+    return compute_rewards(functions, columns, **how)
 
 
 def _sampled_until(end, decoder, problems, config):

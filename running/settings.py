@@ -506,8 +506,10 @@ def refuse_missing_data(config):
 
 
 def refuse_folder(config):
-    """Refuse an output_dir that holds a run, or that cannot be a folder."""
+    """Refuse an output_dir that cannot be a folder, or that is in use, which --check only reports."""
     remedy = _why_not(config, Path(config.output_dir))
+    if remedy is None and not getattr(config, "check", False):
+        remedy = why_in_use(config)
     if remedy:
         raise SettingError("output_dir", config.output_dir[:100], remedy)
 
@@ -519,13 +521,6 @@ def _why_not(config, folder):
         return "is no name of a folder"
     if (folder / "grpo_train.py").is_file():
         return "is this project's own folder, whose README.md would be written over: choose another"
-    holds_a_run = has_begun(folder)
-    others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
-    if others and not holds_a_run and not config.overwrite_output_dir:
-        what = f"holds a {others[0]} that is no run's and would be written over"
-        return f"{what}: choose another, or say --overwrite_output_dir true"
-    if holds_a_run and not (config.overwrite_output_dir or config.resume):
-        return "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true"
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         return "is a file, or lies under one: give a folder"
     files = (*LOGS, FINISHED, "run_config.yaml", "config.json", "model.safetensors")
@@ -534,6 +529,19 @@ def _why_not(config, folder):
     if blocking:
         what = f"holds a {blocking[0]} of another kind, which is in the way"
         return f"{what}: move it, or choose another folder"
+    return None
+
+
+def why_in_use(config):
+    """Why a run must take another output_dir than this, since a run or a model lies there, or None."""
+    folder = Path(config.output_dir)
+    holds_a_run = has_begun(folder)
+    others = [name for name in ("config.json", "README.md") if (folder / name).exists()]
+    if others and not holds_a_run and not config.overwrite_output_dir:
+        what = f"holds a {others[0]} that is no run's and would be written over"
+        return f"{what}: choose another, or say --overwrite_output_dir true"
+    if holds_a_run and not (config.overwrite_output_dir or config.resume):
+        return "holds a run already: choose another, or say --resume true, or --overwrite_output_dir true"
     return None
 
 

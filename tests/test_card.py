@@ -19,7 +19,7 @@ import solver
 from errors import DataError, RunError, SettingError
 from learning.models import load_tokenizer
 from problems.problem import Problem
-from problems.sources import load_problems
+from problems.sources import GIVEN, load_problems
 from reporting import card
 from reporting.files import read_run_config
 from running.parsing import parse_config
@@ -146,6 +146,31 @@ def test_the_card_tells_what_came_before(tmp_path):
     assert "A warm start came first: 7 steps of supervised fine-tuning on openai/gsm8k" in text
     plain = settings | dict(model="me/base", warm_start="none")
     assert "fine-tuning" not in card.model_card(plain, tmp_path / "out", "s", "d", [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "time"),
+    [
+        (dict(reward=["/home/me/r.py:f=2"]), "| `reward` | ['r.py:f=2'] |", "12 seconds"),
+        (dict(reward_set="math"), "| `reward_set` | math |", "12 seconds"),
+        (dict(answer_format="/home/me/mine.py:mine"), "| `reward_set` | grpo_m3po |", "12 seconds"),
+        (dict(reward_set=GIVEN), "| `reward_set` | given in Python |", "2 minutes"),
+    ],
+)
+def test_the_recipe_of_the_card_is_what_was_used_and_has_no_path_of_the_machine(
+    settings, rows, time, tmp_path
+):
+    """It had a reward_set beside the rewards that took its place, the folder of an answer format of the
+    user's, and `0 minutes of training`."""
+    seconds = {"12 seconds": 12.3, "2 minutes": 128}[time]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "train_seconds": seconds}))
+    settings = dict(answer_format="xml", reward_set="grpo_m3po", reward=None) | settings
+    settings |= dict(lora_r=0, max_completion_length=8, dataset="d", model="m", versions={}, commit="c")
+    text = card.model_card(settings, tmp_path, "s", "d", ["answer_format", "reward_set", "reward"])
+    table = text.partition("|---|---|\n")[2].partition("\n\n")[0]
+    assert f", {time} of training." in text
+    assert table.splitlines()[1:] == [rows]
+    assert "/home" not in text
 
 
 TOLD = [  # what a resumed run changed, and what the card says of it

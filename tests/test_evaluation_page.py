@@ -142,7 +142,9 @@ def test_questions_are_filtered_searched_and_walked_through_by_the_keys_of_a_run
     assert HOSTILE in tab.locator(".question").inner_text()
     assert tab.locator(".text b, .text img, .question b, #list b, #list img").count() == 0
     assert tab.title() == "a <b>before"
-    assert tab.locator(".path").all_inner_texts()[1].startswith("sample 1\n✗ wrong")
+    second = tab.locator(".path").all_inner_texts()[1]
+    assert second.startswith("sample 1\n✗ wrong")
+    assert "grpo_m3po reward 0.50" in second, "it was called the reward, as if the model's own run paid it"
     tab.keyboard.press("n")
     tab.keyboard.press("n")
     assert position.inner_text() == "3 of 5 questions"

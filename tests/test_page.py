@@ -114,6 +114,20 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     assert data["settings"] == {"model": "tiny", "m3po_lambda": 0.1}
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (dict(reward_set="math", reward=None), dict(reward_set="math")),
+        (dict(reward_set="grpo_m3po", reward=["r.py:f"]), dict(reward=["r.py:f"])),
+    ],
+)
+def test_the_settings_of_the_page_name_the_rewards_that_were_used(settings, told, tmp_path):
+    """They named none, nor the warm start."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5, "train_seconds": 1.0}])
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(settings | {"warm_start": "w.yaml"}))
+    assert data_of(page(tmp_path))["settings"] == told | {"warm_start": "w.yaml"}
+
+
 def test_the_page_says_from_where_on_problems_were_seen_before():
     """What is right in training ran to 0.55 where new problems gave 0.41, and nothing said why."""
 

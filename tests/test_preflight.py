@@ -17,6 +17,7 @@ from decoding.rollout import Interaction, Sampling, rollout_uniforms
 from errors import DataError, SettingError
 from running import preflight
 from running.preflight import predicted_peak
+from running.settings import refuse_at_once
 from small_faults import settings_of
 from small_models import CHAT_TEMPLATE
 from small_update import small_update
@@ -57,6 +58,24 @@ def test_the_check_says_what_a_run_would_do_and_leaves_nothing(fault_start, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_a_check_in_a_folder_in_use_reports_it_and_checks_all_the_same(fault_start, tmp_path, capsys):
+    """After the first command of the README the --check of docs/recipes.md was refused, for it uses the same
+    folder; the warm start that lies there is another run's."""
+    out = tmp_path / "out"
+    (out / "warm_start").mkdir(parents=True)
+    for name in ("run_config.yaml", "finished.json", "warm_start/warm_start.json"):
+        (out / name).write_text("{}")
+    settings = dict(warm_start="configs/tiny_warm_start.yaml", max_completion_length=60)
+    config = settings_of(fault_start, out, check=True, **settings)
+    refuse_at_once(config)
+    printed = check(config, capsys)
+    assert f"  output_dir='{out}' holds a run already: choose another" in printed
+    assert "gold answers: 30 of 30 earn 2.8" in printed
+    assert "a warm start comes first" in printed
+    with pytest.raises(SettingError, match="holds a run already"):
+        refuse_at_once(settings_of(fault_start, out, **settings))
+
+
 def test_the_settings_and_the_whole_prompt_are_shown_with_v(fault_start, tmp_path, capsys):
     printed = check(settings_of(fault_start, tmp_path / "out", check=True, verbose=True), capsys)
     assert printed.startswith("findings")
@@ -66,10 +85,14 @@ def test_the_settings_and_the_whole_prompt_are_shown_with_v(fault_start, tmp_pat
 
 def test_what_a_refused_check_has_found_is_shown_before_the_refusal(fault_start, tmp_path, capsys):
     (tmp_path / "words.jsonl").write_text('{"question": "Who?", "answer": "<answer> no </answer>"}\n' * 3)
-    settings = dict(dataset=str(tmp_path / "words.jsonl"), learning_rate=0.0)
+    settings = dict(dataset=str(tmp_path / "words.jsonl"), learning_rate=0.0, epsilon=0.3)
     with pytest.raises(SettingError, match="no reference answer of this data is right .* reads '<reasoning>"):
         check(settings_of(fault_start, tmp_path / "out", **settings), capsys)
-    assert "findings (2):\n  every learning rate is 0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "findings (3):\n  with mu=1 the ratio is always 1" in printed, (
+        "what the run notes, the check finds"
+    )
+    assert "\n  every learning rate is 0" in printed
 
 
 def test_a_refused_check_never_says_that_nothing_was_found(fault_start, tmp_path, capsys):
@@ -93,7 +116,9 @@ def test_rewards_that_pay_nothing_are_blamed_themselves_and_not_the_format(fault
     config = settings_of(fault_start, tmp_path / "out")
     with pytest.raises(SettingError, match="^reward_set=.*a right answer earns 0, and an empty completion 0"):
         checked(config, lambda completions, answer, **_: [0.0 for _ in answer])
-    assert " count as right" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " count as right" in printed
+    assert "earns as much as" not in printed, "nothing earns anything"
 
 
 def test_a_wrong_answer_that_is_paid_in_full_is_shown(fault_start, tmp_path, capsys):
@@ -102,6 +127,25 @@ def test_a_wrong_answer_that_is_paid_in_full_is_shown(fault_start, tmp_path, cap
     printed = capsys.readouterr().out
     assert re.search(r"the answer '(\d+)7' earns as much as '\1': the rewards do not tell them", printed)
     assert "teach nothing" not in printed
+
+
+def test_one_of_several_rewards_that_does_not_read_the_text_is_named(fault_start, tmp_path, capsys):
+    """`"yes" in completion` pays 0 for everything; beside a reward that works nobody was told. What pays
+    reference answers unevenly was not named either."""
+
+    def broken(completions, **_):
+        return [float("yes" in completion) for completion in completions]
+
+    def brief(completions, **_):
+        return [1 - len(completion[0]["content"]) / 1000 for completion in completions]
+
+    config = settings_of(fault_start, tmp_path / "out")
+    preflight.report(config, [(right_number, 1.0), (broken, 0.5), (brief, 0.1)])
+    printed = capsys.readouterr().out
+    findings = printed.partition("\n\n")[0]
+    assert re.search(r"\d+ of 30 reference answers earn less .*: brief does not pay them alike", findings)
+    assert "the reward broken pays 0 for right, wrong and empty texts alike: does it read" in findings
+    assert "the reward brief" not in findings
 
 
 def test_a_reward_that_needs_what_the_data_lacks_is_refused_as_the_run_refuses_it(fault_start, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,12 @@ from errors import DataError, SettingError, Stopped
 from problems.problem import EncodedProblem, Problem
 from problems.sources import GIVEN, load_problems
 from reporting.files import read_run_config
+from running.contract import INPUTS, differences, noted
 from running.evaluation import held_out_accuracy
 from running.folder import say_what_is_there
 from running.launching import PARENT, seconds_since_start
 from running.log import MetricsLog, step_line
+from running.parsing import parse_config
 from running.progress import Progress, next_problems, steps_to_do
 from running.run import Run
 from small_faults import settings_of
@@ -215,6 +218,7 @@ def test_of_controls_is_told_where_paths_hear_anything(lam, recipe_start, tmp_pa
     grpo_train.train(config, reward_functions=length_reward, dataset=rows_of("dicts"))
     out = capsys.readouterr().out
     assert [f"m3po_{name}=" in out for name in ("control", "scoring")] == [lam > 0] * 2
+    assert "\n1 step of 2 x 3 completions on 1 cpu process, each ends on " in out, "how long is it?"
 
 
 @pytest.mark.parametrize("kind", ["dicts", "a Dataset", "Problems"])
@@ -230,9 +234,25 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 8
     assert {row["example_id"] for row in rows} <= {f"mine-{i}" for i in range(8)}
-    assert yaml.safe_load((tmp_path / "run_config.yaml").read_text())["dataset"] == GIVEN
+    noted = yaml.safe_load((tmp_path / "run_config.yaml").read_text())
+    assert (noted["dataset"], noted["reward_set"]) == (GIVEN, GIVEN), "it said grpo_m3po, as the card did"
+    card = (tmp_path / "README.md").read_text()
+    assert "| `reward_set` | given in Python |" in card
+    assert " on problems given in Python, " in card
     with pytest.raises(DataError, match="were given in Python: name a file or a hub id"):
         load_problems(GIVEN, "test")
+    again = parse_config(grpo_train.Config, ["--config", str(tmp_path / "run_config.yaml")])
+    with pytest.raises(SettingError, match="reward_set='given in Python': .* name yours by --reward"):
+        grpo_train.train(replace(again, output_dir=str(tmp_path / "again")))
+
+
+def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left():
+    """Which noted reward_set: grpo_m3po for them; the functions themselves are compared."""
+    inputs = dict.fromkeys(INPUTS, "the same")
+    then = noted(grpo_train.Config(), inputs)
+    now = grpo_train.Config(reward_set=GIVEN)
+    assert differences(now, then, inputs) == {}
+    assert differences(now, then, inputs | {"rewards": "others"}) == {"rewards": ("the same", "others")}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import sft_train
 from errors import DataError, SettingError
 from grpo_train import Config
 from problems.prompts import template_kwargs
-from problems.sources import load_problems
+from problems.sources import GIVEN, load_problems
 from reporting import page
 from running.launching import named_files
 from running.parsing import (
@@ -121,6 +121,24 @@ def test_without_git_the_commit_is_unknown(monkeypatch):
         assert resolved(Config())["commit"] == "unknown"
     finally:
         commit.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(reward_set="math"), "reward_set=math pays otherwise than grading=number counts as right"),
+        (dict(grading="math"), "reward_set=grpo_m3po pays otherwise than grading=math counts as right"),
+        (dict(grading="math", reward_set="math"), None),
+        (dict(grading="math", reward=[f"{__file__}:no_reward"]), None),
+        (dict(grading="math", reward_set=GIVEN), None),
+        (dict(mu=2, epsilon=0.2), None),
+    ],
+)
+def test_a_reward_set_that_pays_by_another_rule_than_the_grading_is_remarked(settings, words):
+    """--reward_set math paid by meaning, while right, held-out accuracy and evaluations counted numbers."""
+    told = Config(**settings).remarks
+    assert len(told) == (words is not None)
+    assert words is None or words in told[0]
 
 
 @pytest.mark.parametrize(
@@ -631,6 +649,7 @@ def test_flags_of_the_original_scripts_are_taken(script, flags, expected, tmp_pa
     [
         (grpo_train, "--use-wandb", "--report_to wandb"),
         (grpo_train, "--enable_m3po", "m3po_lambda"),
+        (grpo_train, "--m3po false", "m3po_lambda"),
         (grpo_train, "--enable_m3po true", "m3po_lambda"),
         (grpo_train, "--sft_data_path d", "sft_train.py"),
         (grpo_train, "--reward_funcs a b", "is reward here, FILE.py:function"),
