@@ -55,7 +55,7 @@ class Stop:
         if self.at_once:
             _tell(f"stopped by {name} while it was {self.at_once}")
             sys.exit(128 + number)
-        _tell(f"{name}: stopping; what is finished is saved first (Ctrl-C again leaves at once)")
+        _tell(f"{name}: stopping (Ctrl-C again leaves at once, without saving)")
         if self.breaks_off:
             raise Interrupted
 
