@@ -109,8 +109,11 @@ class SharedError(RuntimeError):
 FORESEEN = (SettingError, DataError, RunError, RewardError, SharedError)  # any other is the program's fault
 
 
-class Interrupted(Exception):
-    """The run was asked to end while rows were being decoded; only their unfinished completions are lost."""
+class Interrupted(BaseException):
+    """The run was asked to end while rows were being decoded or rewarded; only their completions are lost.
+
+    No Exception: a reward that tries again after any error would go on.
+    """
 
 
 class Stopped(Exception):

@@ -385,8 +385,11 @@ def sample_groups(config, decoder, batch, step, groups, retry=0):
 
 
 def score(run, reward_functions, sampled, step):
-    """Float64 rewards (N,) of all processes, NaN where all functions abstained; sets those of `sampled`."""
-    _score_rows(run.config, reward_functions, sampled, step, gather_object)
+    """Float64 rewards (N,) of all processes, NaN where all functions abstained; sets those of `sampled`.
+
+    Raises Stopped where the run is told to stop meanwhile; all processes must call it.
+    """
+    run.call_rewards(lambda gather: _score_rows(run.config, reward_functions, sampled, step, gather))
     return torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
 
 
@@ -417,13 +420,17 @@ def replace_silent_groups(run, decoder, problems, reward_functions, sampled, rew
         local = [i for i in silent if i in run.local_groups]
         with run.timed("rollout_seconds"):
             new = sample(run, decoder, sampled.batch, step, local, retry)
-        if new is not None:
-            with run.timed("reward_seconds"):
-                # not all processes come here: whether anybody scored anything is not asked
-                _score_rows(config, reward_functions, new, step, gather=lambda values: [])
-            first = run.local_groups.start
-            sampled.take_groups([i - first for i in local], new, decoder.tables.pad_id)
-        rewards = torch.tensor(gather_object(sampled.rewards), dtype=torch.float64)
+
+        def score_again(gather, local=local, new=new):
+            if new is not None:
+                with run.timed("reward_seconds"):
+                    # not all processes come here: whether anybody scored anything is not asked
+                    _score_rows(config, reward_functions, new, step, gather=lambda values: [])
+                first = run.local_groups.start
+                sampled.take_groups([i - first for i in local], new, decoder.tables.pad_id)
+            return gather(sampled.rewards)
+
+        rewards = torch.tensor(run.call_rewards(score_again), dtype=torch.float64)
         metrics = {"extra_rollouts": retry, "replaced_groups": metrics["replaced_groups"] + len(silent)}
     return rewards, metrics
 

@@ -34,7 +34,7 @@ from answers.formats import (
 from answers.maths import all_math_equal, math_equal
 from answers.numbers import ALONE, last_number, parse_number, plain_number_text
 from answers.user_files import in_their_process, named_in_file, shown_error
-from errors import RewardError, SettingError, counted, one_line
+from errors import Interrupted, RewardError, SettingError, counted, one_line
 
 __all__ = ["ANSWER_FORMATS", "SYSTEM_PROMPT", "extract_answer", "last_number", "math_equal", "parse_number"]
 
@@ -493,7 +493,7 @@ def _values(function, columns, where, timeout):
     with _time_limit(where, completions, timeout):
         try:
             values = _called_alone(function, columns)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Interrupted):
             raise
         except BaseException as error:  # user code; its sys.exit(0) would look like a finished run
             said = shown_error(error) + _about_messages(error, completions)

@@ -28,6 +28,7 @@ from answers.words import (
 DEEPEST = 40  # brackets within brackets
 # Python's own limit for int(). Exponents have the same bound, so that 1e4000000 is never computed.
 MAX_DIGITS = 4300
+TOO_LARGE = 10**MAX_DIGITS  # Python shows no integer of so many digits, and raises
 ENCLOSING = {"|": "|", "lfloor": "rfloor", "lceil": "rceil"}
 CALLS = {"|": "abs", "lfloor": "floor", "lceil": "ceil"}
 INVERSES = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
@@ -393,7 +394,10 @@ class Reader:
             digits, _, power = token.value.lower().partition("e")
             if abs(int(power)) > MAX_DIGITS:
                 raise NotUnderstood
-            return ("number", Fraction(digits) * Fraction(10) ** int(power))
+            value = Fraction(digits) * Fraction(10) ** int(power)
+            if max(abs(value.numerator), value.denominator) >= TOO_LARGE:
+                raise NotUnderstood
+            return ("number", value)
         if self.next().is_("_") or self.base_follows():
             return self.in_base(token)
         return ("number", Fraction(token.value))

@@ -17,12 +17,19 @@ import time
 import uuid
 import warnings
 from argparse import ArgumentParser
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, broadcast, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+)
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -40,6 +47,7 @@ from running.parsing import parse_config
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 SECONDS_TO_END = 3600  # a process that was told to end may be saving; torch's default is 30
+LONGEST_WAIT = timedelta(hours=2)  # for a process that loads, saves or has a slow reward; torch: 10 minutes
 PARENT = "GRPO_PARENT"  # names the process that started this one
 BYTES_AT_ONCE = 2**26  # of a file that is sent to other machines
 
@@ -125,7 +133,8 @@ def parse_on_all(config_class, doc, given=None):
         check_precision(config)
         return config
     end_with_parent()
-    is_main, config = PartialState(cpu=choose_device().type == "cpu").is_main_process, None
+    is_main = PartialState(cpu=choose_device().type == "cpu", timeout=LONGEST_WAIT).is_main_process
+    config = None
     with together():
         if is_main:
             config = parse_config(config_class, description=doc)
@@ -272,7 +281,8 @@ def make_accelerator(config, handlers=()):
     # of fp16, sums over parts of a product are in float32, too
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     cpu = choose_device().type == "cpu"
-    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=list(handlers))
+    handlers = [*handlers, InitProcessGroupKwargs(timeout=LONGEST_WAIT)]
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=handlers)
 
 
 def check_precision(config):

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from difflib import get_close_matches
@@ -89,6 +90,7 @@ REFUSED = {
 }
 NAMED = re.compile(r"--(\w+)|\b([a-z]+(?:_[a-z]+)+)\b(?!\.py)")  # the settings that a hint names
 ROOT = Path(__file__).resolve().parents[1]
+SECONDS_OF_SILENCE = 5  # after which a process that cannot end says why
 THIS_COMMAND = "this command"  # the last group of --help
 SHOWN_AS = {int: "N", float: "X"}  # the value of a flag in --help
 GIVEN_TO_TRAIN = {  # what a setting names, and Python gives as it is
@@ -640,11 +642,39 @@ def run_main(main, *given):
     try:
         told(main, *given)
     except SystemExit as end:  # by a signal, with everything saved
-        if isinstance(end.code, int) and end.code > 128 and _has_others():
+        is_stopped = isinstance(end.code, int) and end.code > 128
+        if is_stopped and (_has_others() or _left_running()):
             _exit_at_once(end.code)
+        _tell_what_is_waited_for()
         raise
     if _leave_the_others():
         _exit_at_once(0)
+    _tell_what_is_waited_for()
+
+
+def _left_running():
+    """The names of threads and processes that Python waits for when it ends, such as those of a reward."""
+    names = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if started := sys.modules.get("multiprocessing"):
+        names += [process.name for process in started.active_children() if not process.daemon]
+    return names
+
+
+def _tell_what_is_waited_for():
+    """Say after a while what keeps this process from ending; signals end it then."""
+    if not (names := _left_running()):
+        return
+    line = (
+        f"waiting for what was started and has not ended: {one_line(', '.join(names), 120)}; Ctrl-C ends it"
+    )
+
+    def tell():
+        time.sleep(SECONDS_OF_SILENCE)
+        print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=tell, daemon=True).start()
 
 
 def told(action, *given):

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from errors import Interrupted, NotFiniteError, SettingError, Stopped, counted
+from errors import Interrupted, NotFiniteError, RewardError, SettingError, Stopped, counted
 from learning.learner import NOT_FINITE, renew_rates
 from learning.parallel import first_over_processes, max_over_processes, raise_on_all, shard, together
 from reporting.files import FINISHED, read_run_config
@@ -64,6 +65,7 @@ class Run:
             if self.accelerator.is_main_process:
                 refuse_used(self.config)
         self.stop = self.outer.stop if self.outer else Stop(self.config.stop_after)
+        self.stop.at_once = "loading"
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -181,6 +183,7 @@ class Run:
         """Yield the number of each step that is left; evaluate before the very first, save after the last."""
         if self.is_finished:
             return
+        self.stop.at_once = None
         self.raise_if_stopped()
         if self.progress.unlogged:  # stopped during this step's evaluation: redo it, then log the step
             self._log(self.progress.unlogged | self._evaluate())
@@ -200,6 +203,8 @@ class Run:
             yield self.progress.step
         self.log.close()
         finish(self)
+        if self.outer is not None:
+            self.stop.at_once = "loading"
 
     def finish_step(self, metrics, batch):
         """Count a step; evaluate, log and save if it is time. batch: the step's problems, all processes'."""
@@ -350,6 +355,27 @@ class Run:
             decoder.interrupted = None
         self.raise_if_stopped()
         return result
+
+    def call_rewards(self, action):
+        """What action(gather) returns, which calls users' functions, and then gather(values) once.
+
+        gather gives the values of all processes. Raises Stopped on all of them where one was told to stop in
+        the meantime: its function is broken off. All processes must call it.
+        """
+
+        def gather(values):
+            self.stop.breaks_off = False  # from here on others may wait for this process
+            self.raise_if_stopped()
+            return gather_object(values)
+
+        try:
+            with self.stop.breaking_off():
+                return action(gather)
+        except (Interrupted, RewardError):
+            if not self.stop.number:
+                raise
+            # a reward may fail since its own processes got the signal as well
+            self.raise_if_stopped()
 
     @contextmanager
     def timed(self, name):

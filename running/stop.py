@@ -1,9 +1,14 @@
 """Stopping: on a signal, or when the time that was given is over."""
 
+import contextlib
+import functools
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
+from errors import Interrupted
 from learning.parallel import max_over_processes
 
 # Clusters warn of a kill by one of the last four; Windows lacks them
@@ -23,21 +28,49 @@ class Stop:
 
     def __init__(self, minutes=None):
         self.number, self.received_at = 0, 0.0
+        self.at_once = None  # what a signal ends where it is, since there is nothing to save
+        self.breaks_off = False  # a signal raises Interrupted where it finds the main thread
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
-        names = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-        if HANGUP in names and signal.getsignal(HANGUP) is signal.SIG_IGN:  # nohup switches it off
-            names.remove(HANGUP)
-        self.handlers_before = {name: signal.signal(name, self._remember) for name in names}
+        self.names = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+        if HANGUP in self.names and signal.getsignal(HANGUP) is signal.SIG_IGN:  # nohup switches it off
+            self.names.remove(HANGUP)
+        _free_forked_processes()
+        self.handlers_before = self._take()
+
+    def _take(self):
+        return {name: signal.signal(name, self._remember) for name in self.names}
 
     def restore(self):
         for name, handler in self.handlers_before.items():
             signal.signal(name, handler)
 
     def _remember(self, number, frame):
+        name = signal.Signals(number).name
         if self.number and number == signal.SIGINT and time.monotonic() - self.received_at > 1.0:
+            _tell("left at once, without saving")
             os._exit(128 + number)
-        if not self.number:
-            self.number, self.received_at = number, time.monotonic()
+        if self.number:
+            return
+        self.number, self.received_at = number, time.monotonic()
+        if self.at_once:
+            _tell(f"stopped by {name} while it was {self.at_once}")
+            sys.exit(128 + number)
+        _tell(f"{name}: stopping (Ctrl-C again leaves at once, without saving)")
+        if self.breaks_off:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def breaking_off(self):
+        """Around a user's function, which may take minutes or for ever: a signal raises Interrupted in it.
+
+        Handlers of its own go afterwards: a signal that they took would not stop the run.
+        """
+        self.breaks_off = True
+        try:
+            yield
+        finally:
+            self.breaks_off = False
+            self._take()
 
     def asked(self):
         """The signal to stop for, 0 where there is none; SIGTERM + TIME_IS_OVER at the time limit."""
@@ -47,3 +80,23 @@ class Stop:
     def agreed(self):
         """The same on all processes, which must all call it: a signal may reach only one of them."""
         return max_over_processes(self.asked())
+
+
+def _tell(line):
+    """Write a line from a handler of signals: the signal may have come within a print."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # closed by who started it
+            os.write(2, f"{Path(sys.argv[0]).name}: {line}\n".encode())
+
+
+@functools.cache
+def _free_forked_processes():
+    """Let a forked process end on signals: a reward may run an answer's code in one, and wait for its end."""
+
+    def free():
+        for name in map(signal.Signals, signal.valid_signals()):
+            if getattr(signal.getsignal(name), "__func__", None) is Stop._remember:
+                signal.signal(name, signal.SIG_DFL)
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=free)

@@ -84,6 +84,7 @@ def test_silent_groups_give_way_on_every_process_until_none_is_left(monkeypatch)
         progress=SimpleNamespace(step=3),
         local_groups=range(2, 4),
         timed=lambda name: contextlib.nullcontext(),
+        call_rewards=lambda action: action(lambda own: next(others) + own),
     )
     sampled = SimpleNamespace(batch=["p", "q", "r", "s"], rewards=[0.0, 0, 1, 0])
 
@@ -99,7 +100,6 @@ def test_silent_groups_give_way_on_every_process_until_none_is_left(monkeypatch)
     monkeypatch.setattr(grpo_train, "next_problems", lambda p, n, run: [next(fresh) for _ in range(n)])
     monkeypatch.setattr(grpo_train, "sample", sample)
     monkeypatch.setattr(grpo_train, "_score_rows", lambda *_, **__: None)
-    monkeypatch.setattr(grpo_train, "gather_object", lambda own: next(others) + own)
     decoder = SimpleNamespace(tables=SimpleNamespace(pad_id=9))
     rewards = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 0])
     rewards, metrics = grpo_train.replace_silent_groups(run, decoder, [], [], sampled, rewards)

@@ -119,6 +119,19 @@ def test_a_run_whose_output_nobody_reads_any_more_says_so_in_one_line():
     assert first.wait() == 1
 
 
+@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("sys.exit(3)", 3), ("sys.exit(143)", 143)])
+def test_a_script_that_cannot_end_for_a_reward_s_threads_says_so(end, status):
+    """It hung without a word when all was saved; stopped by a signal it waited for them until the kill."""
+    code = "import sys, threading, time; from running import parsing; parsing.SECONDS_OF_SILENCE = 0.1\n"
+    seconds = 60 if status == 143 else 0.6
+    code += f"def main():\n    threading.Thread(target=time.sleep, args=({seconds},), name='judge').start()\n"
+    code += f"    {end}\n"
+    command = [sys.executable, "-c", code + "parsing.run_main(main)"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    said = "-c: waiting for what was started and has not ended: judge; Ctrl-C ends it\n"
+    assert (ended.returncode, ended.stderr) == (status, "" if status == 143 else said)
+
+
 def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(fault_start, tmp_path, recwarn):
     """It said that the schedule was called in the wrong order, in two lines that look like a traceback."""
     (tmp_path / "flat.py").write_text(

@@ -304,6 +304,36 @@ def test_a_signal_to_the_one_that_was_started_ends_them_all(tmp_path, signals, s
     wait_for(lambda: not any(map(alive, children)))
 
 
+IMPATIENT = """
+import datetime, runpy, sys
+from torch.distributed import distributed_c10d
+
+distributed_c10d._get_default_timeout = lambda backend: datetime.timedelta(seconds=4)
+sys.argv[0] = "grpo_train.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+SLOW_REWARD = """
+import os, time
+
+def slow(completions, **kwargs):
+    time.sleep(8 * int(os.environ["RANK"]))
+    return [float(i % 2) for i in range(len(completions))]
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_be_slower_than_torch_has_patience(tmp_path, monkeypatch):
+    """On GPUs all ended where one had a reward or a save of more than 10 minutes; here of 4 seconds."""
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    flags = f"{SHORT} --warm_start none --num_steps 1 --eval_every 0 --output_dir {tmp_path / 'out'} "
+    flags += f"--reward {tmp_path / 'slow.py'}:slow"
+    done = command(tmp_path / "impatient.py", *given_once(flags), nproc=2, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 STUBBORN = """
 import os, signal, time
 from running import launching

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -41,10 +42,10 @@ ROOT = Path(__file__).parents[1]
 
 
 PAYS = """
-import os, signal
+import os, signal, threading, time
 from pathlib import Path
 
-calls, told = 0, Path(__file__).with_name("told")
+calls, told, late = 0, Path(__file__).with_name("told"), Path(__file__).with_name("late")
 
 def pays(completions, **kwargs):
     return [float(len(c[0]["content"]) % 5) for c in completions]
@@ -58,8 +59,24 @@ def pays_some(completions, answer, **kwargs):
     if os.environ.get("RANK") == "1" and calls > 5 and has_signals and told.exists():
         told.write_text(str(Path(told.read_text(), "metrics.jsonl").read_text().count("\\n")))
         told.rename(told.with_name("steps"))
-        os.kill(os.getpid(), signal.SIGTERM)
+        # when it has returned
+        threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return values
+
+def pays_late(completions, trainer_state, **kwargs):
+    if trainer_state.global_step == 2 and os.environ.get("RANK", "1") == "1" and late.exists():
+        how = late.read_text()
+        late.unlink()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)
+            late.write_text("was waited for")
+        except BaseException:
+            if how == "fails":
+                raise ValueError("its own processes are gone")
+            if how == "waits":
+                raise
+    return pays(completions)
 """
 
 
@@ -419,6 +436,82 @@ def test_a_run_that_fails_leaves_the_signals_as_they_were(script, start, tmp_pat
     before = {name: signal.getsignal(name) for name in signal.valid_signals()}
     run(settings_of(start, tmp_path / "out", script), kill_at=1, script=script, monkeypatch=monkeypatch)
     assert {name: signal.getsignal(name) for name in signal.valid_signals()} == before
+
+
+@pytest.mark.parametrize("how", in_full(["waits", "swallows", "fails"], 1))
+def test_a_signal_breaks_off_a_reward_whose_step_is_done_again_alike(how, start, tmp_path):
+    """It was waited for, for ever if need be: a model that judges takes minutes, a cluster kills after one.
+
+    The reward may have an end of its own, go on after any exception, or lose processes to the same signal.
+    """
+    settings = dict(reward=[f"{start}/pays.py:pays_late"], save_every=0)
+    run(settings_of(start, tmp_path / "whole", **settings))
+    (start / "late").write_text(how)
+    with pytest.raises(SystemExit) as left:
+        grpo_train.train(settings_of(start, tmp_path / "cut", **settings))
+    assert left.value.code == 143
+    assert not (start / "late").exists()
+    assert checkpoints(tmp_path / "cut")[0].name == "checkpoint-2"
+    run(settings_of(start, tmp_path / "cut", resume=True, **settings))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_signal_before_the_first_step_does_not_wait_for_what_is_loaded(start, tmp_path, monkeypatch, capfd):
+    """A download of an hour was waited for without a word, and then nothing was there to be saved."""
+    monkeypatch.setattr(grpo_train, "check_positions", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(grpo_train, "make_learner", lambda *_: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as left:
+        grpo_train.train(settings_of(start, tmp_path / "out"))
+    assert left.value.code == 143
+    assert ": stopped by SIGTERM while it was loading\n" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_s_own_handlers_do_not_keep_signals_from_the_run():
+    stop = Stop()
+    try:
+        with stop.breaking_off():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked() == signal.SIGTERM
+    finally:
+        stop.restore()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_process_that_a_reward_forks_can_be_ended():
+    """A reward that runs an answer's code in a process, and ends it after a while, waited for ever for its
+    end: the process remembered SIGTERM, as the run does.
+    """
+    stop, fork = Stop(), multiprocessing.get_context("fork")
+    is_there = fork.Event()
+
+    def answer():
+        is_there.set()
+        time.sleep(60)
+
+    try:
+        process = fork.Process(target=answer)
+        process.start()
+        assert is_there.wait(5)
+        process.terminate()
+        process.join(5)
+        ended = process.exitcode
+        process.kill()
+        assert (ended, stop.asked()) == (-signal.SIGTERM, 0)
+    finally:
+        stop.restore()
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_reward_of_one_process_stops_both(start, tmp_path):
+    words = dict(num_processes=2, num_steps=4, eval_every=0, save_every=0)
+    words |= dict(reward=f"{start}/pays.py:pays_late")
+    (start / "late").write_text("waits")
+    cut = begin(words_of(start, tmp_path / "cut", **words))
+    printed = cut.communicate(timeout=180)[0]
+    assert cut.returncode == 143, printed
+    assert "stopped by SIGTERM: saved checkpoint-2;" in printed
 
 
 @pytest.mark.slow

@@ -1064,7 +1064,8 @@ def test_a_column_of_the_data_may_have_any_name(name):
     problems = [SimpleNamespace(problem=problem)]
     sampled = grpo_train.Sampled(problems, problems, rollout, completions, [0])
     functions = [(lambda **given: given[name], 1.0)]
-    grpo_train.score(SimpleNamespace(config=config), functions, sampled, 0)
+    run = SimpleNamespace(config=config, call_rewards=lambda action: action(list))
+    grpo_train.score(run, functions, sampled, 0)
     assert sampled.rewards == [7.0, 7.0]
 
 

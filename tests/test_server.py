@@ -1,5 +1,6 @@
 """Evaluating a server: a real `transformers serve` where it is installed, and one that behaves badly."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -47,6 +48,15 @@ class Moody(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def drip(self):
+        """A blank now and then, as some gateways send to keep a connection alive."""
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the other side has had enough
+            for _ in range(100):
+                self.wfile.write(b" ")
+                self.server.hears.wait(0.01)
+
     def do_GET(self):
         self.reply(200, {"data": [{"id": name} for name in self.server.models]})
 
@@ -58,6 +68,13 @@ class Moody(BaseHTTPRequestHandler):
             self.server.dies_after is not None and count > self.server.dies_after
         ):
             return self.reply(401, {"error": "no key"})
+        if self.server.mood == "deaf":  # but for the first request
+            if count == 1:
+                return self.reply(401, {"error": "no key"})
+            self.server.hears.wait(5.0)
+            self.server.heard += 1
+        if self.server.mood == "drips":
+            return self.drip()
         if self.server.mood == "odd":
             return self.reply(200, {"surprise": 1})
         if self.server.mood == "busy" and count % 2:
@@ -83,9 +100,10 @@ def server(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
     made = ThreadingHTTPServer(("127.0.0.1", 0), Moody)
     made.mood, made.models, made.seen = "good", ["only"], []
-    made.dies_after = None
+    made.dies_after, made.hears, made.heard = None, threading.Event(), 0
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield made
+    made.hears.set()
     made.shutdown()
 
 
@@ -143,6 +161,28 @@ def test_a_server_that_refuses_or_answers_nonsense_is_an_error_in_one_line(serve
         grpo_eval.evaluate(settings_of(server, data, tmp_path))
     server.models = ["a", "b"]
     with pytest.raises(SettingError, match="the server has 2 models: name one of a, b"):
+        grpo_eval.evaluate(settings_of(server, data, tmp_path))
+
+
+def test_a_request_takes_no_longer_than_its_limit_however_often_a_byte_comes(server, data, tmp_path, capsys):
+    """The limit was of a single read: a byte a second kept an evaluation waiting for ever, without a word."""
+    server.mood = "drips"
+    with pytest.raises(RunError, match=r"6 attempts \(TimeoutError: no whole answer within 0.1 s\)"):
+        grpo_eval.evaluate(settings_of(server, data, tmp_path, api_timeout=0.1))
+    assert capsys.readouterr().err.count("did not answer (TimeoutError") == 1
+
+
+def test_an_evaluation_that_ends_does_not_wait_for_requests_in_flight(server, data, tmp_path):
+    """Ctrl-C and SIGTERM waited for each of them, of a server that is silent for half an hour."""
+    server.mood = "deaf"
+    with pytest.raises(RunError, match="refused the request"):
+        grpo_eval.evaluate(settings_of(server, data, tmp_path))
+    assert server.heard == 0
+
+
+def test_an_answer_without_end_is_cut_off(server, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("decoding.server.LARGEST", 20)
+    with pytest.raises(RunError, match="for one answer"):
         grpo_eval.evaluate(settings_of(server, data, tmp_path))
 
 

@@ -256,6 +256,7 @@ def test_a_model_that_breaks_leaves_a_log_that_any_json_reader_reads(tokenizer, 
     run = SimpleNamespace(
         config=small.config, learner=small.learner, progress=Progress(), local_rows=slice(0, 8)
     )
+    run.call_rewards = lambda action: action(list)
     grpo_train.score(run, grpo_train.chosen_rewards(small.config), sampled, 0)
     run.log = SimpleNamespace(write_rollouts=records.extend)
     log_rollouts(run, sampled, [False] * 8, torch.zeros(8))
