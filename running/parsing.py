@@ -644,6 +644,7 @@ def run_main(main, *given):
     except SystemExit as end:  # by a signal, with everything saved
         is_stopped = isinstance(end.code, int) and end.code > 128
         if is_stopped and (_has_others() or _left_running()):
+            _end_children()
             _exit_at_once(end.code)
         _tell_what_is_waited_for()
         raise
@@ -658,6 +659,13 @@ def _left_running():
     if started := sys.modules.get("multiprocessing"):
         names += [process.name for process in started.active_children() if not process.daemon]
     return names
+
+
+def _end_children():
+    """End what multiprocessing started, as Python's own end would: workers of a pool outlive a parent."""
+    if started := sys.modules.get("multiprocessing"):
+        for process in started.active_children():
+            process.terminate()
 
 
 def _tell_what_is_waited_for():

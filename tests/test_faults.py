@@ -1,5 +1,6 @@
 """Rewards that hang or pay nothing, a check before money is spent, and settings thrown at random."""
 
+import contextlib
 import errno
 import json
 import os
@@ -130,6 +131,23 @@ def test_a_script_that_cannot_end_for_a_reward_s_threads_says_so(end, status):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     said = "-c: waiting for what was started and has not ended: judge; Ctrl-C ends it\n"
     assert (ended.returncode, ended.stderr) == (status, "" if status == 143 else said)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_stopped_script_leaves_no_process_of_a_reward_s_pool_behind():
+    """Workers wait for work for ever, since each holds the pipe open for the others."""
+    code = "import multiprocessing, os, sys\nfrom concurrent.futures import ProcessPoolExecutor\n"
+    code += "from running.parsing import run_main\nfork = multiprocessing.get_context('fork')\n"
+    code += "pool = ProcessPoolExecutor(2, mp_context=fork)\n"
+    code += "def main():\n    pool.submit(os.getpid).result()\n    sys.exit(143)\nrun_main(main)"
+    command = [sys.executable, "-c", code]
+    script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        script.communicate(timeout=10)  # the pipe closes when the last process that has it ends
+        assert script.returncode == 143
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
 
 
 def test_a_first_step_that_is_not_taken_brings_no_warning_of_torch_s(fault_start, tmp_path, recwarn):
