@@ -231,7 +231,7 @@ def page(folder):
     groups, total = read_groups(folder / "rollouts.jsonl", settings.get("num_generations", 0))
     shown = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
     if "reward" in shown:  # which takes the place of a set
-        del shown["reward_set"]
+        shown.pop("reward_set", None)
     if changes := changes_of(settings):
         shown["changes"] = " ".join(changes).replace("`", "")
     data = {

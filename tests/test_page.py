@@ -119,6 +119,7 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
     [
         (dict(reward_set="math", reward=None), dict(reward_set="math")),
         (dict(reward_set="grpo_m3po", reward=["r.py:f"]), dict(reward=["r.py:f"])),
+        (dict(reward=["r.py:f"]), dict(reward=["r.py:f"])),  # no set is noted
     ],
 )
 def test_the_settings_of_the_page_name_the_rewards_that_were_used(settings, told, tmp_path):
