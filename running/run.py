@@ -205,6 +205,7 @@ class Run:
         finish(self)
         if self.outer is not None:
             self.stop.at_once = "loading"
+            self.raise_if_stopped()  # one that came while the model was saved would wait for the next to load
 
     def finish_step(self, metrics, batch):
         """Count a step; evaluate, log and save if it is time. batch: the step's problems, all processes'."""

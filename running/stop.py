@@ -67,6 +67,8 @@ class Stop:
         """
         self.breaks_off = True
         try:
+            if self.number:  # it came after the last look, when nothing was broken off yet
+                raise Interrupted
             yield
         finally:
             self.breaks_off = False

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_train
 import sft_train
-from errors import RunError, SettingError
+from errors import Interrupted, RunError, SettingError
 from learning import learner, precision
 from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
@@ -467,6 +467,17 @@ def test_a_signal_before_the_first_step_does_not_wait_for_what_is_loaded(start, 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_signal_just_before_a_reward_does_not_wait_for_it():
+    """It was remembered, and nothing broke off the reward, which may take for ever."""
+    stop = Stop()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted), stop.breaking_off():
+            pytest.fail("the reward was called")
+    finally:
+        stop.restore()
+
+
 def test_a_reward_s_own_handlers_do_not_keep_signals_from_the_run():
     stop = Stop()
     try:
@@ -888,6 +899,26 @@ def test_a_warm_start_of_other_settings_or_data_is_not_gone_on_from(start, tmp_p
     with pytest.raises(SettingError, match="warm_start.*max_completion_length 64 there, 63 here"):
         run(settings_of(start, out, resume=True, **settings))
     assert contents(out) == before
+
+
+def test_a_signal_while_a_warm_start_is_saved_does_not_wait_for_what_is_loaded(start, tmp_path, monkeypatch):
+    """It was remembered, and the models of the run were loaded first."""
+    (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 1\nmax_completion_length: 64\n")
+    settings = dict(warm_start=str(tmp_path / "warm.yaml"), eval_every=0, eval_problems=0)
+    settings |= dict(num_steps=1, outer_iterations=1, save_every=0)
+
+    def finish(run):
+        run_folder.finish(run)
+        signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("running.run.finish", finish)
+        patch.setattr(grpo_train, "make_learner", lambda *_: pytest.fail("it went on"))
+        with pytest.raises(SystemExit) as left:
+            grpo_train.train(settings_of(start, tmp_path / "out", **settings))
+    assert left.value.code == 143
+    run(settings_of(start, tmp_path / "out", resume=True, **settings))
+    assert (tmp_path / "out" / "warm_start" / "warm_start.json").exists()
 
 
 def test_a_rate_of_nothing_is_said(start, tmp_path, capsys):
