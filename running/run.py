@@ -127,6 +127,7 @@ class Run:
         if self.config.fsdp and self.accelerator.num_processes == 1:
             self.say("note: fsdp shards nothing on one process")
         self.log = MetricsLog(self)
+        self.stop.at_once = None  # a study asks its questions before the first step, too
 
     def _forget_lost_best(self):
         """keep_best: an accuracy whose model was not kept in best/ must not bar later ones."""
@@ -183,7 +184,6 @@ class Run:
         """Yield the number of each step that is left; evaluate before the very first, save after the last."""
         if self.is_finished:
             return
-        self.stop.at_once = None
         self.raise_if_stopped()
         if self.progress.unlogged:  # stopped during this step's evaluation: redo it, then log the step
             self._log(self.progress.unlogged | self._evaluate())

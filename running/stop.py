@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
 HANGUP = getattr(signal, "SIGHUP", None)
 
 
+SECONDS_TO_UNWIND = 5.0  # for what is loaded to let go
 TIME_IS_OVER = 1024  # added to the signal that ends a run at its time limit: more than any signal
 
 
@@ -30,6 +32,7 @@ class Stop:
         self.number, self.received_at = 0, 0.0
         self.at_once = None  # what a signal ends where it is, since there is nothing to save
         self.breaks_off = False  # a signal raises Interrupted where it finds the main thread
+        self.last_resort = None
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
         self.names = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
         if HANGUP in self.names and signal.getsignal(HANGUP) is signal.SIG_IGN:  # nohup switches it off
@@ -41,6 +44,8 @@ class Stop:
         return {name: signal.signal(name, self._remember) for name in self.names}
 
     def restore(self):
+        if self.last_resort is not None:
+            self.last_resort.cancel()
         for name, handler in self.handlers_before.items():
             signal.signal(name, handler)
 
@@ -54,6 +59,10 @@ class Stop:
         self.number, self.received_at = number, time.monotonic()
         if self.at_once:
             _tell(f"stopped by {name} while it was {self.at_once}")
+            # a download waits for its own threads, each with gigabytes to come
+            self.last_resort = threading.Timer(SECONDS_TO_UNWIND, os._exit, [128 + number])
+            self.last_resort.daemon = True
+            self.last_resort.start()
             sys.exit(128 + number)
         _tell(f"{name}: stopping (Ctrl-C again leaves at once, without saving)")
         if self.breaks_off:

@@ -467,6 +467,41 @@ def test_a_signal_before_the_first_step_does_not_wait_for_what_is_loaded(start, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_a_signal_does_not_wait_for_the_threads_of_a_download():
+    """Leaving the pool of threads that loads the files of a model waits for each that it has begun."""
+    code = (
+        "import signal, time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom running import stop\n"
+    )
+    code += "stop.SECONDS_TO_UNWIND, it = 0.1, stop.Stop()\nit.at_once = 'loading'\n"
+    code += "with ThreadPoolExecutor(1) as pool:\n    pool.submit(time.sleep, 60)\n"
+    code += "    signal.raise_signal(signal.SIGTERM)\n"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (143, "-c: stopped by SIGTERM while it was loading\n")
+
+
+def test_a_signal_that_was_caught_while_loading_does_not_end_the_process_later():
+    """As a notebook catches it."""
+    stop = Stop()
+    stop.at_once = "loading"
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    stop.restore()
+    stop.last_resort.join(1)
+    assert not stop.last_resort.is_alive()
+
+
+def test_a_signal_between_loading_and_the_first_step_says_how_to_go_on(start, tmp_path, monkeypatch, capsys):
+    """While a study asked its questions of the start it said `loading`, and processes did not agree."""
+    monkeypatch.setattr(grpo_train, "say_plan", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as left:
+        grpo_train.train(settings_of(start, tmp_path / "out"))
+    assert left.value.code == 143
+    said = capsys.readouterr().out
+    assert "stopped by SIGTERM: nothing new to save; go on with --resume true" in said
+
+
 def test_a_signal_just_before_a_reward_does_not_wait_for_it():
     """It was remembered, and nothing broke off the reward, which may take for ever."""
     stop = Stop()
