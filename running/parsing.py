@@ -664,8 +664,12 @@ def _left_running():
 def _end_children():
     """End what multiprocessing started, as Python's own end would: workers of a pool outlive a parent."""
     if started := sys.modules.get("multiprocessing"):
-        for process in started.active_children():
+        children, end = started.active_children(), time.monotonic() + 1
+        for process in children:
             process.terminate()
+        for process in children:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()  # one that was just forked may have lost the signal
 
 
 def _tell_what_is_waited_for():
