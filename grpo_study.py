@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -325,7 +326,7 @@ def run_on_cards(bench, cards):
             worker.send_signal(number)
 
     before = {name: signal.signal(getattr(signal, name), hand_on) for name in signals_to_hand_on()}
-    statuses = [worker.wait() for worker in workers]
+    statuses = wait_for_all(workers, names)
     for name, handler in before.items():
         signal.signal(getattr(signal, name), handler)
     failed = next((status for status in statuses if status), 0)
@@ -333,6 +334,16 @@ def run_on_cards(bench, cards):
         write_results(bench.study.folder)  # other runs went on
     if failed:
         sys.exit(failed if failed > 0 else 128 - failed)
+
+
+def wait_for_all(workers, names):
+    """The statuses of all; one that fails is told at once, since the others may go on for hours."""
+    with ThreadPoolExecutor(len(workers)) as threads:
+        ends = {threads.submit(worker.wait): name for worker, name in zip(workers, names, strict=False)}
+        for n, end in enumerate(as_completed(ends), 1):
+            if end.result() and end.result() < 128 and n < len(workers):
+                say(f"the process of card {ends[end]} ended with status {end.result()}; the others go on")
+    return [end.result() for end in ends]
 
 
 # --check

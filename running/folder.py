@@ -216,6 +216,7 @@ def upload(run, note):
     run.stop.at_once = "uploading"
     if run.accelerator.is_main_process:
         write_whole(folder / "README.md", _card(config, folder))
+        run.say(f"uploading it to {config.hub_model_id} (a signal ends this, and --resume true makes it up)")
         run.say(f"uploaded to {push(folder, config.hub_model_id, config.hub_private)}")
         write_whole(folder / FINISHED, json.dumps(note | {"uploaded": config.hub_model_id}) + "\n")
 

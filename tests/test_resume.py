@@ -917,6 +917,20 @@ def test_an_upload_that_failed_is_made_up_on_the_next_start(start, uninterrupted
     assert json.loads((out / "finished.json").read_text())["uploaded"] == "me/mine"
 
 
+def test_a_signal_ends_an_upload_where_it_is(start, uninterrupted, tmp_path, monkeypatch, capfd):
+    """The hub's client waits without end for a hub that does not answer, and the signal was only noted."""
+    out = Path(shutil.copytree(uninterrupted("full"), tmp_path / "out"))
+    monkeypatch.setattr(run_folder, "push", lambda *_: signal.raise_signal(signal.SIGTERM))
+    config = settings_of(start, out, resume=True, push_to_hub=True, hub_model_id="me/mine")
+    with pytest.raises(SystemExit) as left:
+        grpo_train.train(config)
+    assert left.value.code == 143
+    said = capfd.readouterr()
+    assert "\nuploading it to me/mine" in said.out
+    assert "stopped by SIGTERM while it was uploading" in said.err
+    assert "uploaded" not in json.loads((out / "finished.json").read_text())
+
+
 def test_a_warm_start_of_other_settings_or_data_is_not_gone_on_from(start, tmp_path):
     """It was used as it was, and the note of its settings was rewritten."""
     (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 1\nmax_completion_length: 64\n")

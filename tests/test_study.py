@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -475,6 +476,16 @@ def test_results_are_written_where_runs_of_some_card_failed(pretended, tmp_path,
         with pytest.raises(SystemExit) as end:
             make_all(Bench(study, [], Options(), Loaded(), float("inf")), cards=2)
         assert (end.value.code, written) == (status, results)
+
+
+def test_a_process_that_dies_is_told_of_while_the_others_go_on(monkeypatch):
+    """Its card stood idle for hours without a word: one that is killed says nothing itself."""
+    said, is_told = [], threading.Event()
+    monkeypatch.setattr(grpo_study, "say", lambda line: (said.append(line), is_told.set()))
+    killed = SimpleNamespace(wait=lambda: -9)
+    other = SimpleNamespace(wait=lambda: 0 if is_told.wait(5) else 1)
+    assert grpo_study.wait_for_all([other, killed], ["0", "1"]) == [0, -9]
+    assert said == ["the process of card 1 ended with status -9; the others go on"]
 
 
 def test_the_process_of_a_card_has_the_minutes_that_are_left(tmp_path, monkeypatch):
