@@ -213,7 +213,7 @@ def say_what_is_there(run):
 def upload(run, note):
     """Upload the finished model, and note that this was done: what fails is made up on the next start."""
     config, folder = run.config, run.folder
-    run.stop.at_once = "uploading"
+    run.end_at_once("uploading")
     if run.accelerator.is_main_process:
         write_whole(folder / "README.md", _card(config, folder))
         run.say(f"uploading it to {config.hub_model_id} (a signal ends this, and --resume true makes it up)")

@@ -65,7 +65,7 @@ class Run:
             if self.accelerator.is_main_process:
                 refuse_used(self.config)
         self.stop = self.outer.stop if self.outer else Stop(self.config.stop_after)
-        self.stop.at_once = "loading"
+        self.end_at_once("loading")
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -204,7 +204,7 @@ class Run:
         self.log.close()
         finish(self)
         if self.outer is not None:
-            self.stop.at_once = "loading"
+            self.end_at_once("loading")
             self.raise_if_stopped()  # one that came while the model was saved would wait for the next to load
 
     def finish_step(self, metrics, batch):
@@ -356,6 +356,13 @@ class Run:
             decoder.interrupted = None
         self.raise_if_stopped()
         return result
+
+    def end_at_once(self, doing):
+        """Let a signal end the run where it is while it does this, since there is nothing to save.
+
+        Not one of several processes: another may wait for it within torch, where no signal is heard.
+        """
+        self.stop.at_once = doing if self.accelerator.num_processes == 1 else None
 
     def call_rewards(self, action):
         """What action(gather) returns, which calls users' functions, and then gather(values) once.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from running.contract import data_fingerprint, finished_steps
 from running.launching import signals_to_hand_on
 from running.parsing import parse_config
 from running.progress import Progress
+from running.run import Run
 from running.settings import free_on_resume
 from running.stop import Stop
 from small_models import a_model_and_problems, build_model
@@ -511,6 +513,14 @@ def test_a_signal_just_before_a_reward_does_not_wait_for_it():
             pytest.fail("the reward was called")
     finally:
         stop.restore()
+
+
+@pytest.mark.parametrize(("processes", "doing"), [(1, "loading"), (2, None)])
+def test_one_of_several_processes_does_not_leave_the_others_to_wait_for_it(processes, doing):
+    """On GPUs they wait within NCCL, where they would hear no signal either."""
+    run = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes), stop=SimpleNamespace())
+    Run.end_at_once(run, "loading")
+    assert run.stop.at_once == doing
 
 
 def test_a_reward_s_own_handlers_do_not_keep_signals_from_the_run():
