@@ -4,16 +4,20 @@ All modules of the project import this one first, and it asks at once whether th
 there: see `require_packages`.
 """
 
+import contextlib
 import os
 import re
 import signal
 import sys
+import threading
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PYTHON = (3, 11)
+SECONDS_OF_SILENCE = 60.0  # in which something is loaded, before a line says so
+OR_OFFLINE = "; if the hub does not answer, HF_HUB_OFFLINE=1 takes what was loaded before"
 
 # What torch, the CPU's allocator, cuDNN and cuBLAS say where memory ran out
 NO_MEMORY = ("out of memory", "can't allocate memory", "mha_graph.execute", "ALLOC_FAILED", "NOT_INITIALIZED")
@@ -48,6 +52,20 @@ def show_all_letters():
 def is_path(name):
     """Whether a name of a model or a data set can only be a path, since no hub id looks like it."""
     return not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name))
+
+
+@contextlib.contextmanager
+def telling_if_slow(line):
+    """Says a line where what is inside takes long: a large download, or a hub that never answers."""
+    how = dict(file=sys.stderr, flush=True)
+    timer = threading.Timer(SECONDS_OF_SILENCE, print, (f"note: {line}",), how)
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def one_line(error, limit=200):

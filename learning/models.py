@@ -31,7 +31,7 @@ from decoding.self_test import (
     uncached_logits,
 )
 from decoding.tokens import arithmetic_tokenizer
-from errors import SettingError, counted, is_path, one_line
+from errors import OR_OFFLINE, SettingError, counted, is_path, one_line, telling_if_slow
 from learning.parallel import whole
 from learning.precision import compute_dtype
 
@@ -247,7 +247,8 @@ def _from_pretrained(kind, name, **how):
     if (Path(name) / "adapter_config.json").exists():
         raise SettingError("model", name, IS_ADAPTER)
     try:
-        return kind.from_pretrained(name, **how)
+        with telling_if_slow(f"still loading {name}{'' if Path(name).exists() else OR_OFFLINE}"):
+            return kind.from_pretrained(name, **how)
     except ImportError as error:  # of quantised weights, of code that comes with a model
         raise SettingError("model", name, f"needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError, *MALFORMED) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from answers.formats import completion_text, extract_answer
 from answers.numbers import parse_number
-from errors import DataError, is_path, one_line
+from errors import OR_OFFLINE, DataError, is_path, one_line, telling_if_slow
 from problems.arithmetic import TEST_SEED, arithmetic_problems
 from problems.problem import Problem
 
@@ -79,7 +79,8 @@ def given_problems(rows, columns=None, *, limit=None):
     """
     if isinstance(rows, str | Path):
         raise DataError(f"dataset: {rows} is a name, and rows belong here: say Config(dataset={str(rows)!r})")
-    kind, rows = type(rows).__name__, list(itertools.islice(rows, limit))
+    with telling_if_slow("still reading the rows that were given; Config(limit=N) reads the first N"):
+        kind, rows = type(rows).__name__, list(itertools.islice(rows, limit))
     if not rows:
         raise DataError("dataset: holds no rows")
     if all(isinstance(row, Problem) for row in rows):
@@ -285,7 +286,8 @@ def _hub_rows(dataset, split):
     by_split = HUB.get(dataset, {"": (dataset, None)})
     name, config = by_split.get(split, by_split[""])
     try:
-        rows = list(datasets.load_dataset(name, config, split=split))
+        with telling_if_slow(f"still loading data set {name}{OR_OFFLINE}"):
+            rows = list(datasets.load_dataset(name, config, split=split))
     except ImportError as error:  # of columns that hold pictures or sound
         raise DataError(f"data set {name!r} needs a package that is missing: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from decimal import Decimal
@@ -25,10 +26,12 @@ import torch
 from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import errors
 import sft_train
 from decoding.rollout import Completion, pad_left, pad_right
 from decoding.tokens import arithmetic_tokenizer
 from errors import DataError
+from learning.models import load_tokenizer
 from problems.arithmetic import arithmetic_problems
 from problems.problem import Problem
 from problems.prompts import PLAIN_TEMPLATE, Prompting, prepare_problems
@@ -414,6 +417,29 @@ def test_a_hub_that_cannot_be_reached_names_the_data_set_and_the_local_way(monke
     )
     with pytest.raises(DataError, match=message):
         load_problems("gsm8k", "test")
+
+
+def test_a_wait_for_the_hub_or_for_rows_is_told_after_a_while(tokenizer, monkeypatch, capsys):
+    """A hub that takes the connection and never answers was waited for without a word, as was a generator
+    without end.
+    """
+    monkeypatch.setattr(errors, "SECONDS_OF_SILENCE", 0.01)
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.1)
+        yield {"question": "a", "answer": "1"}
+
+    monkeypatch.setattr(datasets, "load_dataset", slowly)
+    load_problems("me/data")
+    given_problems(slowly())
+    hub, rows = capsys.readouterr().err.splitlines()
+    assert hub.startswith(
+        "note: still loading data set me/data; if the hub does not answer, HF_HUB_OFFLINE=1"
+    )
+    assert rows == "note: still reading the rows that were given; Config(limit=N) reads the first N"
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **how: [*slowly()] and tokenizer)
+    load_tokenizer("me/model")
+    assert "note: still loading me/model; if the hub" in capsys.readouterr().err
 
 
 def test_a_package_that_a_data_set_of_the_hub_lacks_is_one_line(monkeypatch):
