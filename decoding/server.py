@@ -153,6 +153,7 @@ def complete(server, chats, sampling, seed, at_once=32, indices=None, keep=None)
             try:
                 answer = server.complete(chats[i], sampling, seed + indices[i] * G + j)
             except BaseException as error:  # raised where the answers are waited for
+                left.clear()  # at once: this thread would ask for the next before that is done
                 answer = error
             ended.put((i, j, answer))
 
