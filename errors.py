@@ -54,14 +54,21 @@ def is_path(name):
     return not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name))
 
 
+def tell_after(seconds, line):
+    """Write a line on standard error then, unless what this returns is cancelled before."""
+    timer = threading.Timer(seconds, print, (line,), dict(file=sys.stderr, flush=True))
+    timer.daemon = True  # it keeps no process from ending
+    timer.start()
+    return timer
+
+
 @contextlib.contextmanager
 def telling_if_slow(line):
     """Says a line where what is inside takes long: a large download, or a hub that never answers."""
-    how = dict(file=sys.stderr, flush=True)
-    timer = threading.Timer(SECONDS_OF_SILENCE, print, (f"note: {line}",), how)
-    timer.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        timer.start()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    timer = tell_after(SECONDS_OF_SILENCE, f"note: {line}")
     try:
         yield
     finally:

@@ -34,9 +34,8 @@ def start_compile_workers():
     there. A signal that stops a run (SIGTERM, SIGUSR1, ...) often goes to the whole group of processes. These
     processes do not take it: torch would wait for them without end, and the run could not save and stop.
     """
-    with contextlib.suppress(
-        ImportError, AttributeError
-    ):  # private names: a torch without them starts its own
+    # private names: a torch without them starts its own
+    with contextlib.suppress(ImportError, AttributeError):
         from torch._inductor.async_compile import AsyncCompile
 
         with _signals_held_back():

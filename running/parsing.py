@@ -30,6 +30,7 @@ from errors import (
     one_line,
     raise_on_interrupt,
     show_all_letters,
+    tell_after,
 )
 from reporting.files import read_yaml
 from running.versions import version_line
@@ -676,17 +677,10 @@ def _tell_what_is_waited_for():
     """Say after a while what keeps this process from ending; signals end it then."""
     if not (names := _left_running()):
         return
-    line = (
-        f"waiting for what was started and has not ended: {one_line(', '.join(names), 120)}; Ctrl-C ends it"
-    )
-
-    def tell():
-        time.sleep(SECONDS_OF_SILENCE)
-        print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr, flush=True)
-
+    what = f"waiting for what was started and has not ended: {one_line(', '.join(names), 120)}"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=tell, daemon=True).start()
+    tell_after(SECONDS_OF_SILENCE, f"{Path(sys.argv[0]).name}: {what}; Ctrl-C ends it")
 
 
 def told(action, *given):
