@@ -78,9 +78,9 @@ def draw_speedruns(axes, colours):
         xlabel="minutes since the start",
         ylabel="share of right samples",
         xlim=(0, None),
-        ylim=(0, None),
+        ylim=(0, 0.8),  # with room for the legend
     )
-    axes.legend(frameon=False, loc="lower right", fontsize=8)
+    axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=8)
 
 
 if __name__ == "__main__":
