@@ -15,6 +15,7 @@ STYLE = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9, "axes
          "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
          "axes.axisbelow": True}  # fmt: skip
 COLUMNS = 3
+KINDS = {"svg": {"Date": None}, "png": None}  # of files: their metadata
 # Up to which size these metrics are rounding errors of float32 and nothing else.
 ROUNDING = {"loss": 1e-6, "kl": 1e-9, "logp_diff": 1e-4, "logp_diff_max": 1e-3}
 
@@ -123,10 +124,11 @@ WITH_MORE = {
 }
 
 
-def draw(runs, folder):
+def draw(runs, folder, kinds=KINDS):
     """Write curves.svg and curves.png into `folder`: runs {name: lines of metrics.jsonl}.
 
-    Panels of metrics that no run has, or of which there are rounding errors only, are left out.
+    Panels of metrics that no run has, or of which there are rounding errors only, are left out. kinds: which
+    of the two.
     """
     panels = {}
     for title, metric in PANELS.items():
@@ -135,7 +137,7 @@ def draw(runs, folder):
             panel = WITH_MORE.get(metric, partial(_single, metric))
             panels[title] = partial(_all_runs, panel, runs, legend=len(runs) == 1 or not panels)
     if panels:
-        _draw_panels(folder, panels, COLUMNS, xlabel="step")
+        _draw_panels(folder, panels, COLUMNS, xlabel="step", kinds=kinds)
 
 
 def _all_runs(panel, runs, axis, legend):
@@ -146,9 +148,9 @@ def _all_runs(panel, runs, axis, legend):
         axis.legend(frameon=False, fontsize=7)
 
 
-def _draw_panels(folder, panels, columns, xlabel=None):
+def _draw_panels(folder, panels, columns, xlabel=None, kinds=KINDS):
     """Write curves.svg and curves.png of `panels`, {title: a function that draws on an axis}."""
-    with _figure(folder, "curves", -(-len(panels) // columns), columns) as axes:
+    with _figure(folder, "curves", -(-len(panels) // columns), columns, kinds=kinds) as axes:
         for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
             panel(axis)
             axis.set_title(title, loc="left", fontsize=9)
@@ -171,13 +173,15 @@ def figure_of(rows, columns, size=(3.5, 2.3), **options):
 
 
 @contextmanager
-def _figure(folder, name, rows, columns, size=(3.5, 2.3), **options):
+def _figure(folder, name, rows, columns, size=(3.5, 2.3), kinds=KINDS, **options):
     """Axes (rows, columns) to draw on, then written to name.svg and name.png; see `figure_of`."""
     with figure_of(rows, columns, size, **options) as (figure, axes):
         yield axes
-        for kind, metadata in (("svg", {"Date": None}), ("png", None)):
+        figure.get_layout_engine().execute(figure)
+        figure.set_layout_engine("none")  # else each kind would find the same places again, the longest part
+        for kind in kinds:
             part = Path(folder) / f"{name}.part.{kind}"
-            figure.savefig(part, dpi=110, metadata=metadata)
+            figure.savefig(part, dpi=110, metadata=KINDS[kind])
             part.replace(Path(folder) / f"{name}.{kind}")
 
 

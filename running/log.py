@@ -19,7 +19,7 @@ from decoding.tokens import token_pieces
 from errors import one_line
 from reporting.files import read_metrics
 from reporting.page import write_report
-from reporting.plots import draw, or_warn
+from reporting.plots import KINDS, draw, or_warn
 from running.settings import resolved
 
 SECONDS_BETWEEN_DRAWINGS = 60
@@ -84,11 +84,11 @@ class MetricsLog:
             with open(self.folder / name, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
 
-    def draw(self):
-        """The curves, from some steps on, and report.html. A failed drawing only warns."""
+    def draw(self, kinds=("svg",)):
+        """The curves, from some steps on, and report.html, which shows the SVG. A failed drawing only warns."""
         started, lines = time.monotonic(), read_metrics(self.folder)
         if len(lines) >= STEPS_TO_DRAW:
-            or_warn(draw, {self.folder.resolve().name: lines}, self.folder)
+            or_warn(draw, {self.folder.resolve().name: lines}, self.folder, kinds)
         page = or_warn(write_report, self.folder)
         if self.to_open and page:
             self.to_open = False
@@ -98,7 +98,7 @@ class MetricsLog:
 
     def close(self):
         if self.is_active:
-            self.draw()
+            self.draw(KINDS)
         self.let_go()
 
     def let_go(self, failed=False):
