@@ -38,6 +38,7 @@ from decoding.rollout import Interaction
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
 from errors import SettingError, counted
+from learning.device import choose_device
 from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
 from learning.precision import compute_dtype
@@ -136,7 +137,7 @@ class LocalModel:
         skipped = [problem for problem in problems if id(problem) not in asked]
         self.skipped = prompting.encoded(tokenizer, skipped)
         self.remarks = prompting.remarks(tokenizer, self.questions)
-        dtype = compute_dtype(config.precision, device)
+        dtype = compute_dtype(config.precision_on(device), device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
@@ -458,7 +459,7 @@ def answer(config):
         config.model,
         Prompting.of(config),
         config.max_completion_length,
-        config.precision,
+        config.precision_on(choose_device()),
         config.trust_remote_code,
         torch_compile=len(questions) > 100 and config.torch_compile,
     )

@@ -47,14 +47,14 @@ def load_solver(
     model="grpo_finetuned_model",
     prompting=None,
     max_completion_length=None,
-    precision="bf16",
+    precision=None,
     trust_remote_code=False,
     torch_compile=False,
 ):
     """Load a directory or hub id.
 
-    Prompting and max_completion_length that are not given are read from the run_config.yaml beside the model.
-    precision: bf16, fp16 or fp32, on CUDA; the CPU computes in float32.
+    What is not given of prompting, max_completion_length and precision is read from the run_config.yaml
+    beside the model. precision: bf16, fp16 or fp32, on CUDA; the CPU computes in float32.
     """
     trained = read_run_config(model)
     if prompting is None:
@@ -67,6 +67,8 @@ def load_solver(
         settings.system_prompt = system_prompt_text(settings)
         prompting = Prompting.of(settings)
     device = choose_device()
+    if precision is None:
+        precision = trained.get("precision", "bf16") if device.type == "cuda" else "fp32"
     dtype = compute_dtype(precision, device)
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()

@@ -5,13 +5,13 @@ import math
 import os
 import warnings
 from pathlib import Path
-from typing import Literal
 
 from answers.formats import ANSWER_FORMATS
 from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from problems.prompts import saved_system_prompt, system_prompt_text
 from reporting.files import read_run_config
+from running.parsing import without_switches
 from running.settings import (
     FIRST,
     PRECISIONS,
@@ -167,9 +167,10 @@ class Config:
         idle_beside=(*ASIDE, "api"),
     )
     seed: int | None = from_training(42, "seeds the draws of sampling", idle_beside=("compare",))
-    precision: Literal["bf16", "fp16", "fp32"] = setting(
+    precision: str | None = from_training(
         "bf16",
-        "on CUDA: what the model computes in; the CPU computes in float32. bf16 false is fp32",
+        "on CUDA: what the model computes in, bf16, fp16 or fp32 (default: what it was trained in); the CPU "
+        "computes in float32. bf16 false is fp32",
         idle_beside=ELSEWHERE,
         switches={"bf16": ("bf16", "fp32")},
     )
@@ -231,7 +232,8 @@ class Config:
         return f"evaluating {self.api or self.model} on {self.dataset}, split {self.split}"
 
     def __post_init__(self):
-        trained = read_run_config(self.model)
+        trained = without_switches(type(self), read_run_config(self.model))  # an older run may have bf16
+        object.__setattr__(self, "takes_precision", self.precision is None)
         object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
         trained |= saved_system_prompt(trained if self.system_prompt is None else {})
         is_other_data = self.dataset not in (None, trained.get("dataset"))
@@ -254,6 +256,10 @@ class Config:
         self._check_ranges()
         self._check_together()
         check_prompting(self)
+
+    def precision_on(self, device):
+        """The precision on a device: that a model was trained in fp16 is no reason to refuse the CPU."""
+        return "fp32" if self.takes_precision and device.type != "cuda" else self.precision
 
     @property
     def sampling(self):

@@ -204,7 +204,6 @@ def say_what_is_there(run):
     data = run.config.dataset
     is_all_seen = data == GIVEN or Path(data).is_file()  # grpo_eval.py refuses to ask what was trained on
     other = " --dataset OTHER_PROBLEMS.jsonl" if is_all_seen else ""
-    other += " --precision fp16" if run.config.precision == "fp16" else ""
     if not run.of_study:
         run.say(f"saved {folder}: evaluate it with  python grpo_eval.py --model {folder}{other}")
     run.say(f"its page: {folder / 'report.html'}")

@@ -287,7 +287,9 @@ def make_accelerator(config, handlers=()):
 
 def check_precision(config):
     """Refuse a precision that this machine has not; before anything is loaded, or other processes start."""
-    compute_dtype(config.precision, choose_device())
+    device = choose_device()
+    chosen = config.precision_on(device) if hasattr(config, "precision_on") else config.precision
+    compute_dtype(chosen, device)
 
 
 def check_shares(config, processes):

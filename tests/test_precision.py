@@ -3,7 +3,8 @@
 import functools
 import json
 import math
-from pathlib import Path
+import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from accelerate.state import AcceleratorState
 import grpo_eval
 import grpo_train
 import sft_train
+import solver
 from decoding.fast_model import enter_norm, leave_norm, rms_norm
 from decoding.self_test import check_autocast
 from decoding.step import draw
@@ -23,14 +25,13 @@ from learning import learner, precision
 from learning.models import load_model, load_policy
 from learning.parallel import distribute
 from learning.precision import LossScale, compute_dtype
-from running.folder import save_model, say_what_is_there
+from running.folder import save_model
 from running.launching import make_accelerator
 from running.parsing import parse_config, run_main, settings_from_file
 from running.settings import resolved
 from small_models import build_model
 from small_runs import ROOT, SHORT, command, given_once
 from small_update import small_update
-from solver import load_solver
 
 SCRIPTS = [grpo_train, sft_train, grpo_eval]
 OVERFLOW = "fp16 overflow, loss scale now "
@@ -80,7 +81,7 @@ def test_bf16_is_another_name_of_two_precisions_and_flags_win(script, flags, tex
         ("", "bf16: fp16\n", ["bf16='fp16'", "must be bool"]),
         ("", "precision: 16\n", ["precision=16", "must be str"]),
         ("", "precision: half\n", ["precision='half'", "bf16, fp16, fp32"]),
-        ("--precision half", None, ["--precision", "'half'", "fp16"]),
+        ("--precision half", None, ["precision", "'half'", "fp16"]),
         ("--bf16 maybe", None, ["--bf16", "'maybe' is neither true nor false"]),
     ],
 )
@@ -126,7 +127,7 @@ def test_the_dtypes_of_the_precisions():
     assert compute_dtype("bf16", "mps") == compute_dtype("fp32", "mps") == torch.float32, "no CUDA there"
     assert compute_dtype("bf16", "cpu") == compute_dtype("fp32", torch.device("cpu")) == torch.float32
     with pytest.raises(SettingError, match="precision=True: must be one of bf16, fp16, fp32"):
-        load_solver("/nowhere", precision=True)
+        solver.load_solver("/nowhere", precision=True)
 
 
 @pytest.mark.parametrize(("bf16", "goes_on"), [(True, True), (False, False)])
@@ -179,7 +180,7 @@ def test_fp16_on_a_cpu_is_refused_before_anything_is_loaded(no_card, tmp_path):
         lambda: grpo_train.train(Config(**nowhere, **out)),
         lambda: sft_train.train(sft_train.Config(**nowhere, **out)),
         lambda: grpo_eval.evaluate(grpo_eval.Config(**nowhere, **out)),
-        lambda: load_solver(nowhere["model"], precision="fp16"),
+        lambda: solver.load_solver(nowhere["model"], precision="fp16"),
     ):
         with pytest.raises(SettingError, match=REFUSAL):
             train()
@@ -471,9 +472,53 @@ def test_what_was_sampled_in_fp16_is_not_saved_in_bf16(source, saved, tokenizer,
     assert load_policy(config, str(tmp_path / "m"), tokenizer, "cpu").source_dtype == saved
 
 
-@pytest.mark.parametrize(("precision", "ends"), [("fp16", "--model here --precision fp16"), ("bf16", "here")])
-def test_the_last_lines_say_how_to_evaluate_what_was_trained_in_fp16(precision, ends):
-    said, config = [], SimpleNamespace(precision=precision, dataset="gsm8k", keep_best=False)
-    run = SimpleNamespace(config=config, folder=Path("here"), outer=None, of_study=False, say=said.append)
-    say_what_is_there(run)
-    assert said[0].endswith(ends)
+def computed_in(monkeypatch, kind, model, **given):
+    """What an evaluation and a solver of a saved model compute in on such a device."""
+    seen, device = [], torch.device(kind)
+
+    def compute(precision, device):
+        seen.append(compute_dtype(precision, device))
+        raise InterruptedError  # what comes next needs a device of this kind
+
+    for module in (grpo_eval, solver):
+        monkeypatch.setattr(module, "compute_dtype", compute)
+    monkeypatch.setattr(solver, "choose_device", lambda: device)
+    with pytest.raises(InterruptedError):
+        grpo_eval.LocalModel(
+            grpo_eval.Config(model=str(model), dataset="arithmetic", limit=3, **given), str(model), device
+        )
+    with pytest.raises(InterruptedError):
+        solver.load_solver(str(model), **given)
+    return seen
+
+
+@pytest.mark.parametrize("line", ["precision: fp16\n", "precision: fp32\n", ""])
+def test_a_model_is_asked_in_what_it_was_trained_in(line, warm, tmp_path, monkeypatch):
+    """Every model was asked in bf16, which rounds three bits of a model away that was trained in fp16."""
+    model = tmp_path / "model"
+    shutil.copytree(warm, model)
+    saved = (model / "run_config.yaml").read_text()
+    (model / "run_config.yaml").write_text(re.sub("(?m)^precision: .*\n", line, saved))
+    asked = {"precision: fp16\n": torch.float16, "precision: fp32\n": torch.float32, "": torch.bfloat16}[line]
+    assert computed_in(monkeypatch, "cuda", model) == [asked] * 2
+    assert computed_in(monkeypatch, "cpu", model) == [torch.float32] * 2
+    assert computed_in(monkeypatch, "cuda", model, precision="bf16") == [torch.bfloat16] * 2
+
+
+def test_a_model_that_was_trained_in_fp16_is_asked_on_a_cpu_and_fp16_by_name_is_refused(
+    warm, tmp_path, no_card
+):
+    model = tmp_path / "model"
+    shutil.copytree(warm, model)
+    saved = (model / "run_config.yaml").read_text()
+    (model / "run_config.yaml").write_text(saved.replace("precision: bf16", "precision: fp16"))
+    how = dict(model=str(model), dataset="arithmetic", limit=3, output_dir=str(tmp_path / "eval"))
+    report, _ = grpo_eval.evaluate(grpo_eval.Config(**how))
+    assert report["questions"] == 3
+    with pytest.raises(SettingError, match=REFUSAL):
+        grpo_eval.evaluate(grpo_eval.Config(**how, precision="fp16"))
+
+
+def test_where_there_was_bf16_its_model_is_asked_in_that(tmp_path):
+    (tmp_path / "run_config.yaml").write_text("bf16: false\n")
+    assert grpo_eval.Config(model=str(tmp_path)).precision == "fp32"
