@@ -43,6 +43,24 @@ def symbols(tree):
     return set().union(*(symbols(part) for part in _parts(tree)))
 
 
+def numbered(*trees):
+    """The trees with A, B, ... for their unknowns, whose codes differ in the two bits that `value_of` reads:
+    where two letters always had the same sign, |ab| was ab.
+    """
+    names = sorted(set().union(*map(symbols, trees)))
+    letters = {name: ("symbol", chr(ord("A") + i)) for i, name in enumerate(names)}
+    return [_replaced(tree, letters.get) for tree in trees]
+
+
+def _replaced(tree, new):
+    """The tree with new(name) in the place of each unknown."""
+    if tree[0] == "symbol":
+        return new(tree[1])
+    if tree[0] == "call":
+        return "call", tree[1], tuple(_replaced(part, new) for part in tree[2])
+    return (tree[0], *(_replaced(part, new) if isinstance(part, tuple) else part for part in tree[1:]))
+
+
 def _parts(tree):
     parts = tree[2] if tree[0] == "call" else tree[1:]
     return [part for part in parts if isinstance(part, tuple)]
@@ -82,6 +100,7 @@ def same_value(a, b, budget):
     """
     if ordered(a) == ordered(b):
         return True
+    a, b = numbered(a, b)
     points = range(POINTS) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:
@@ -106,6 +125,7 @@ def proportional(one, two, is_positive, budget):
     names = symbols(one)
     if names != symbols(two) or not names:
         return False  # a statement about numbers is no value
+    one, two = numbered(one, two)
     for point in range(POINTS):
         try:
             if is_positive and not _positive_at(_times(one, two), point, budget):
@@ -142,11 +162,7 @@ def _times(a, b):
 
 def _at(tree, point):
     """The tree with numbers for its unknowns."""
-    if tree[0] == "symbol":
-        return "number", value_of(tree[1], point)
-    if tree[0] == "call":
-        return "call", tree[1], tuple(_at(part, point) for part in tree[2])
-    return (tree[0], *(_at(part, point) if isinstance(part, tuple) else part for part in tree[1:]))
+    return _replaced(tree, lambda name: ("number", value_of(name, point)))
 
 
 def _positive_at(tree, point, budget):

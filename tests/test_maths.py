@@ -311,6 +311,20 @@ def test_an_absolute_value_is_neither_of_its_two_branches():
     assert judged_otherwise(pairs, False) == []
 
 
+def test_the_absolute_value_of_a_product_is_not_the_product():
+    """|am| passed for am, as did half of all pairs: both letters had one sign wherever it was tried."""
+    letters = "abcfkmnpqrstuvxyzABCMNQ"
+    pairs = [(f"|{a}{b}|", f"{a}{b}") for a, b in itertools.combinations(letters, 2)]
+    triples = itertools.combinations("abfgkmpqx", 3)
+    pairs += [
+        pair
+        for a, b, c in triples
+        for pair in ((f"|{a}{b}|{c}", f"{a}{b}{c}"), (f"|{a}{b}{c}|", f"{a}{b}{c}"))
+    ]
+    assert judged_otherwise(pairs, False) == []
+    assert math_equal("|am|", "|a||m|") is math_equal(r"\sqrt{a^2m^2}", "|am|") is True
+
+
 def test_numbers_too_large_to_be_told_apart_are_undecided():
     assert judged_otherwise(UNDECIDED, None) == []
 
