@@ -85,7 +85,7 @@ class MetricsLog:
                 file.writelines(json.dumps(record) + "\n" for record in records)
 
     def draw(self, kinds=("svg",)):
-        """The curves, from some steps on, and report.html, which shows the SVG. A failed drawing only warns."""
+        """The curves, from some steps on, and report.html with the SVG. A failed drawing only warns."""
         started, lines = time.monotonic(), read_metrics(self.folder)
         if len(lines) >= STEPS_TO_DRAW:
             or_warn(draw, {self.folder.resolve().name: lines}, self.folder, kinds)

@@ -25,7 +25,8 @@ class Stop:
     """Remembers that a signal came, or that the time is over; a second Ctrl-C leaves at once.
 
     A second signal within one second is ignored: a cluster and the launcher may both send it. `restore` puts
-    back the handlers that were there before.
+    back the handlers that were there before. In another thread than the main one no signal is heard: Python
+    gives them all to that, and whoever has it decides.
     """
 
     def __init__(self, minutes=None):
@@ -37,6 +38,8 @@ class Stop:
         self.names = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
         if HANGUP in self.names and signal.getsignal(HANGUP) is signal.SIG_IGN:  # nohup switches it off
             self.names.remove(HANGUP)
+        if threading.current_thread() is not threading.main_thread():
+            self.names = []
         _free_forked_processes()
         self.handlers_before = self._take()
 

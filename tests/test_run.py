@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -246,6 +248,17 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
         grpo_train.train(replace(again, output_dir=str(tmp_path / "again")))
 
 
+def test_a_run_in_a_thread_trains_and_leaves_signals_to_the_main_one(recipe_start, tmp_path):
+    """It ended in a ValueError of Python's: `signal only works in main thread`."""
+    settings = dict(batch_size=2, num_generations=2, num_steps=1, max_completion_length=8, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(grpo_train.train, config, length_reward, rows_of("dicts")).result()
+    assert result.metrics["step"] == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left():
     """Which noted reward_set: grpo_m3po for them; the functions themselves are compared."""
     inputs = dict.fromkeys(INPUTS, "the same")
@@ -423,7 +436,7 @@ def test_the_line_of_a_step_is_short_and_says_first_what_matters_most(shown):
 
 def test_supervised_steps_are_a_bar_or_in_a_file_ten_lines(warm, tmp_path, capsys, monkeypatch):
     """The warm start printed 400 lines, a step each, before the first of GRPO."""
-    monkeypatch.setattr(MetricsLog, "draw", lambda log: None)
+    monkeypatch.setattr(MetricsLog, "draw", lambda log, *kinds: None)
     settings = read_run_config(warm) | dict(num_steps=25, limit=32, eval_problems=4, eval_every=20)
     settings = {name: settings[name] for name in sft_train.Config.__dataclass_fields__}
     settings |= dict(batch_size=2, output_dir=str(tmp_path / "a"))
@@ -445,6 +458,18 @@ def test_supervised_steps_are_a_bar_or_in_a_file_ten_lines(warm, tmp_path, capsy
     assert [line.split()[1] for line in said if line.startswith("step ")] == ["20", "25"], "evaluations only"
     assert "supervised: 100%" in terminal.getvalue()
     assert "25/25" in terminal.getvalue()
+
+
+def test_while_a_run_goes_on_it_draws_what_its_page_shows_and_all_at_its_end(warm, tmp_path, monkeypatch):
+    """Both kinds of picture each minute took several seconds of a speedrun's five minutes."""
+    drawn = []
+    monkeypatch.setattr("running.log.draw", lambda runs, folder, kinds: drawn.append(list(kinds)))
+    monkeypatch.setattr("running.log.SECONDS_BETWEEN_DRAWINGS", 0)
+    monkeypatch.setattr("running.log.DRAWING_SHARE", 0)
+    settings = read_run_config(warm) | dict(num_steps=12, limit=32, eval_every=0, batch_size=2)
+    settings = {name: settings[name] for name in sft_train.Config.__dataclass_fields__}
+    sft_train.train(sft_train.Config(**settings | dict(output_dir=str(tmp_path / "out"))))
+    assert drawn == [["svg"]] * 3 + [["svg", "png"]], "from the tenth step on"
 
 
 def test_report_html_is_opened_once_where_it_is_asked_for(fault_start, tmp_path, capsys, monkeypatch):
