@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import ROOT, evaluate, write_results
@@ -180,16 +181,23 @@ def trained_in(model):
 
 
 def evaluations(model, name, args):
-    """{start, greedy, mean4: report} of a saved model, and of its supervised start, on the test split."""
+    """{start, greedy, mean4: report} of a saved model, and of its supervised start, on the test split.
+
+    All at once: no clock counts them, and a small model leaves room on a card.
+    """
     how = ["--dataset", args.data, "--split", "test", "--max_completion_length", args.answer_tokens]
     how += ["--precision", trained_in(model) or args.precision]
     how += [] if args.questions is None else ["--limit", args.questions]
     sampled = ("--num_samples", 4, "--temperature", 1)
     folder, start = args.work / "eval", model / "warm_start"
-    found = {"start": evaluate(start, f"{name}_start", folder, *how)} if start.exists() else {}
-    found["greedy"] = evaluate(model, f"{name}_greedy", folder, *how)
-    found["mean4"] = evaluate(model, f"{name}_mean4", folder, *how, *sampled)
-    return found
+    asked = {"start": (start, *how)} if start.exists() else {}
+    asked |= {"greedy": (model, *how), "mean4": (model, *how, *sampled)}
+    with ThreadPoolExecutor() as pool:
+        found = {
+            kind: pool.submit(evaluate, model, f"{name}_{kind}", folder, *flags)
+            for kind, (model, *flags) in asked.items()
+        }
+        return {kind: report.result() for kind, report in found.items()}
 
 
 def result_rows(case, reports, runs):
