@@ -44,7 +44,8 @@ def unwritten_ids(tokenizer, think_end=None):
 
 def token_bytes(tokenizer, count, think_end=None):
     """The bytes that each of the first `count` ids adds to a decoded text; an unwritten one adds none."""
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"], ensure_ascii=False)
+    made_by = tokenizer.backend_tokenizer.decoder
+    decoder = "" if made_by is None else json.dumps(json.loads(made_by.__getstate__()), ensure_ascii=False)
     added, unwritten = tokenizer.added_tokens_decoder, unwritten_ids(tokenizer, think_end)
     byte_of_char = _byte_level_alphabet()
 
@@ -109,12 +110,11 @@ def delimiter_automaton(pieces, delimiter):
             byte_step[state, byte] = next(k for k in lengths if text.endswith(pattern[:k]))
     byte_step[final] = final
     states = np.repeat(np.arange(final + 1)[:, None], len(pieces), axis=1)
-    active, position = [i for i, piece in enumerate(pieces) if piece], 0
-    while active:  # one byte of every token that still has one
-        byte = np.array([pieces[i][position] for i in active])
-        states[:, active] = byte_step[states[:, active], byte]
-        position += 1
-        active = [i for i in active if len(pieces[i]) > position]
+    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+    text, first = np.frombuffer(b"".join(pieces), dtype=np.uint8), lengths.cumsum() - lengths
+    for position in range(lengths.max(initial=0)):  # one byte of every token that still has one
+        active = np.flatnonzero(lengths > position)
+        states[:, active] = byte_step[states[:, active], text[first[active] + position]]
     return torch.from_numpy(states)
 
 

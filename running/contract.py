@@ -1,6 +1,7 @@
 """What the result of a run depends on, noted with its checkpoints and its end, and compared on resume."""
 
 import array
+import functools
 import hashlib
 import inspect
 import json
@@ -93,8 +94,16 @@ def model_fingerprint(name):
         return None
     digest = hashlib.sha256()
     for path in sorted({path for pattern in (*MODEL_FILES, "*.py") for path in Path(name).glob(pattern)}):
-        digest.update(path.name.encode() + bytes.fromhex(sha256_of(path)))
+        there = path.stat()
+        file_digest = _read_once(path, there.st_ino, there.st_size, there.st_mtime_ns)
+        digest.update(path.name.encode() + bytes.fromhex(file_digest))
     return digest.hexdigest()
+
+
+@functools.lru_cache
+def _read_once(path, *state):
+    """The sha256 of a file; asked again in the same state it is not read again: weights are gigabytes."""
+    return sha256_of(path)
 
 
 def noted(config, inputs):

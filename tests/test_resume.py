@@ -27,11 +27,11 @@ from errors import Interrupted, RunError, SettingError
 from learning import learner, precision
 from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
-from reporting.files import read_run_config
+from reporting.files import read_run_config, sha256_of
 from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import checkpoints, damage, seal
-from running.contract import data_fingerprint, finished_steps
+from running.contract import data_fingerprint, finished_steps, model_fingerprint
 from running.launching import signals_to_hand_on
 from running.parsing import parse_config
 from running.progress import Progress
@@ -1281,6 +1281,23 @@ def test_no_setting_that_changes_a_weight_may_differ_without_a_word():
     names = set(algorithm.split())
     assert names <= set(grpo_train.Config.__dataclass_fields__)
     assert not names & free_on_resume(grpo_train.Config)
+
+
+def test_the_files_of_a_model_are_read_once_and_again_when_they_have_changed(tmp_path, monkeypatch):
+    """A run with a warm start read the gigabytes of the model it starts from twice."""
+    read = []
+    monkeypatch.setattr("running.contract.sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"12345")
+    first = model_fingerprint(tmp_path)
+    assert model_fingerprint(tmp_path) == first
+    assert read == ["model.safetensors"]
+    (tmp_path / "new").write_bytes(b"12354")
+    os.replace(tmp_path / "new", weights)
+    assert model_fingerprint(tmp_path) != first
+    os.utime(weights, ns=(0, 0))
+    weights.write_bytes(b"12345")
+    assert model_fingerprint(tmp_path) == first
 
 
 def test_the_fingerprint_of_the_data_is_of_prompts_problems_and_their_order():
