@@ -159,6 +159,8 @@ def _draw_panels(folder, panels, columns, xlabel=None, kinds=KINDS):
         if xlabel:
             for axis in axes[-1]:
                 axis.set_xlabel(xlabel)
+            for axis in axes.flat[: len(panels)]:
+                axis.xaxis.get_major_locator().set_params(integer=True)  # there is no step 2.5
 
 
 @contextmanager
