@@ -97,12 +97,16 @@ def peers():
         other = ", ".join(f"{label} {rate:,.0f}" for label, rate in rates.items() if rate)
         work = f"sampling, {what} rows, {short_machine(rollout_result)}"
         rows.append([work, f"{m['tokens_per_s']:,.0f} tokens/s", other])
-    cases, result = values("bench_generation_cpu")
-    m = cases["cpu-smollm2-4x8"]
-    other = f"`generate` {m['generate_tokens_per_s']:,.0f}"
-    rows.append(
-        [f"sampling, SmolLM2-135M, {short_machine(result)}", f"{m['tokens_per_s']:,.0f} tokens/s", other]
-    )
+    came_to = {}
+    for name, label in SPEEDRUNS.items():
+        if (RESULTS / f"{name}.json").exists():
+            [m] = values(name)[0].values()
+            came_to[label] = f"{number(m['start'])} to {number(m['greedy'])} in {m['steps']:.0f} steps"
+    own, *others = came_to.items()
+    [case], result = values("speedrun")
+    minutes = case.removeprefix("speedrun-").removesuffix("min")
+    work = f"GSM8K by the clock, 0.5B model, {minutes} minutes, {short_machine(result)}: greedy accuracy"
+    rows.append([work, own[1], ", ".join(f"{label} {text}" for label, text in others)])
     return table(["work", "ours", "peers"], rows)
 
 
