@@ -138,7 +138,6 @@ class LocalModel:
         self.skipped = prompting.encoded(tokenizer, skipped)
         self.remarks = prompting.remarks(tokenizer, self.questions)
         dtype = compute_dtype(config.precision_on(device), device)
-        self.report["computed_in"] = str(dtype).removeprefix("torch.")
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)

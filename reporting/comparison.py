@@ -44,7 +44,6 @@ class Side:
     runs: list  # of lists of records
     seeds: list = field(default_factory=list)  # what each run shares with its partner, see `seed_of`
     folders: list = field(default_factory=list)
-    computed_in: set = field(default_factory=set)  # dtypes, where they are noted
 
     def scores(self):
         """(runs, questions): the mean of a question's samples."""
@@ -197,9 +196,6 @@ def compare_sides(sides):
     for other, (result, gaps) in zip(others, compared, strict=True):
         text += _described(result, len(results), len(first.runs), len(other.runs))
         text += _examples("gained", gaps, first, other) + _examples("lost", -gaps, first, other)
-    if len(set().union(*(side.computed_in for side in sides))) > 1:
-        each = [f"{side.name} in {' and '.join(sorted(side.computed_in) or ['?'])}" for side in sides]
-        text.append(f"note: not all were computed alike ({', '.join(each)}), and rounding flips answers, too")
     return "\n".join(text), results
 
 
@@ -210,9 +206,7 @@ def sides_of(names):
     made = []
     for name, short, evaluations in zip(names, short_names(names), sides, strict=True):
         runs = [aligned(reference, evaluation, name).records for evaluation in evaluations]
-        seeds = [seed_of(evaluation) for evaluation in evaluations]
-        dtypes = {evaluation.settings.get("computed_in") for evaluation in evaluations} - {None}
-        made.append(Side(short, runs, seeds, name.split(","), dtypes))
+        made.append(Side(short, runs, [seed_of(evaluation) for evaluation in evaluations], name.split(",")))
     return made
 
 

@@ -248,16 +248,6 @@ def test_several_comparisons_are_corrected(tmp_path):
     assert text.count("after Holm's correction for 2 comparisons") == 2
 
 
-def test_a_comparison_says_where_its_sides_were_computed_otherwise(tmp_path):
-    """A model that was trained in fp16 is asked in that, the one it came from in bf16."""
-    dtypes = dict(a="bfloat16", b="float16", c="float16", d=None)
-    folders = {n: write(tmp_path / n, [1, 0], computed_in=dtype) for n, dtype in dtypes.items()}
-    note = "note: not all were computed alike (a in bfloat16, b in float16), and rounding flips answers, too"
-    assert compare([folders["a"], folders["b"]])[0].endswith(note)
-    assert "computed alike" not in compare([folders["b"], folders["c"]])[0]
-    assert "computed alike" not in compare([folders["a"], folders["d"]])[0], "earlier versions noted none"
-
-
 def test_other_questions_prompts_or_settings_are_refused_and_named(tmp_path):
     a = write(tmp_path / "a", [1, 0, 1])
     with pytest.raises(
