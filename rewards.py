@@ -297,11 +297,12 @@ def _time_limit(where, completions, seconds):
         os._exit(1)
 
     _start_watching()
-    _limits.append((time.monotonic() + seconds, end))
+    limit = (time.monotonic() + seconds, end)
+    _limits.append(limit)
     try:
         yield
     finally:
-        _limits.pop()
+        _limits.remove(limit)  # which need not be the last: another thread may have rewards of its own
 
 
 _limits = []  # of what runs now: when its time is up, and what to do then

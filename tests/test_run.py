@@ -23,7 +23,7 @@ import grpo_train
 import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
-from errors import DataError, SettingError, Stopped
+from errors import DataError, RunError, SettingError, Stopped
 from problems.problem import EncodedProblem, Problem
 from problems.sources import GIVEN, load_problems
 from reporting.files import read_run_config
@@ -257,6 +257,26 @@ def test_a_run_in_a_thread_trains_and_leaves_signals_to_the_main_one(recipe_star
         result = pool.submit(grpo_train.train, config, length_reward, rows_of("dicts")).result()
     assert result.metrics["step"] == 1
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_training_at_once_in_a_process_is_refused_and_one_after_it_is_not(recipe_start, tmp_path):
+    """Two threads loaded models in each other's midst: `lacks 1 of its weights`, of a whole model."""
+    settings = dict(batch_size=2, num_generations=2, num_steps=1, max_completion_length=8, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path / "a"), **settings)
+    other, refused = replace(config, output_dir=str(tmp_path / "b")), []
+
+    def begins_another(completions, **columns):
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(grpo_train.train, other, length_reward, rows_of("dicts"))
+        refused.append(second.exception())
+        return [1.0] * len(completions)
+
+    grpo_train.train(config, begins_another, rows_of("dicts"))
+    assert [type(error) for error in refused] == [RunError]
+    assert "another training goes on in this process" in str(refused[0])
+    with pytest.raises(SettingError, match="holds a run already"):  # which lets others run again, too
+        grpo_train.train(config, length_reward, rows_of("dicts"))
+    assert grpo_train.train(other, length_reward, rows_of("dicts")).metrics["step"] == 1
 
 
 def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left():
