@@ -137,7 +137,8 @@ class LocalModel:
         skipped = [problem for problem in problems if id(problem) not in asked]
         self.skipped = prompting.encoded(tokenizer, skipped)
         self.remarks = prompting.remarks(tokenizer, self.questions)
-        dtype = compute_dtype(config.precision_on(device), device)
+        self.precision = config.precision_on(device)
+        dtype = compute_dtype(self.precision, device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
@@ -184,6 +185,7 @@ class ServerModel:
 
     def __init__(self, config):
         problems = read_problems(config)
+        self.precision = config.precision  # which is the server's to choose
         key = os.environ.get("OPENAI_API_KEY", "")
         self.config = config
         kwargs = template_kwargs(config)
@@ -248,7 +250,8 @@ def begin(asked, config):
 
     On each machine, since the folder may be another one there.
     """
-    folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
+    folder = asked.folder
+    settings = resolved(config) | {"precision": asked.precision, "answerer": asked.identity}
     refuse_whole(folder)  # another one may have finished there since
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = without_switches(Config, read_yaml(folder / "run_config.yaml"))

@@ -258,8 +258,11 @@ class Config:
         check_prompting(self)
 
     def precision_on(self, device):
-        """The precision on a device: that a model was trained in fp16 is no reason to refuse the CPU."""
-        return "fp32" if self.takes_precision and device.type != "cuda" else self.precision
+        """What is computed in on a device: that a model was trained in fp16 is no reason to refuse the CPU,
+        that fp16 was asked for is.
+        """
+        is_refused = self.precision == "fp16" and not self.takes_precision
+        return self.precision if device.type == "cuda" or is_refused else "fp32"
 
     @property
     def sampling(self):
