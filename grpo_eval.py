@@ -157,7 +157,8 @@ class LocalModel:
         prompts = [self.questions[i].ids for i in indices]
         how = dict(seed=self.config.seed, batch_rows=self.config.batch_size, indices=indices)
         keep_answers = lambda i, made: keep(i, self._answers(i, made))  # noqa: E731
-        self.decoder.complete(prompts, self.config.sampling, keep=keep_answers, **how)
+        how |= dict(keep=keep_answers, must_be_finite=True)
+        self.decoder.complete(prompts, self.config.sampling, **how)
 
     def _answers(self, i, completions):
         """The answers to question i, what its prompt opened of them included."""
@@ -167,7 +168,7 @@ class LocalModel:
         """The same with the samples of a question as paths that interact, from the single paths' draws."""
         prompts, config = [self.questions[i].ids for i in indices], self.config
         how = config.sampling, config.seed, indices, config.batch_size
-        for i, completions in complete_interacting(self.decoder, prompts, *how):
+        for i, completions in complete_interacting(self.decoder, prompts, *how, must_be_finite=True):
             keep(i, self._answers(i, completions))
 
 

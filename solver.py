@@ -90,7 +90,8 @@ def solve(question, solver, temperature=0.0, seed=0):
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
     asked = prompting.encoded(decoder.tokenizer, problems)
     check_positions(decoder.model, asked, solver)
-    answers = decoder.complete([p.ids for p in asked], Sampling(limit, temperature=temperature), seed)
+    sampling, prompts = Sampling(limit, temperature=temperature), [p.ids for p in asked]
+    answers = decoder.complete(prompts, sampling, seed, must_be_finite=True)
     solutions = []
     for p, [completion] in zip(asked, answers, strict=True):
         text = p.answered(completion).text

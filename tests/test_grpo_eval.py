@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_sft_train import encoded
 
 import grpo_eval
-from decoding.rollout import Completion
+from decoding.rollout import Completion, Sampling
 from errors import DataError, SettingError
 from reporting import evaluation
 from reporting.evaluation import skipped_record, summarise, told
@@ -27,6 +28,7 @@ from reporting.statistics import over_questions
 from rewards import math_equal
 from running.folder import save_model
 from small_models import build_model
+from solver import load_solver
 
 
 def record(strict, flexible):
@@ -216,6 +218,33 @@ def evaluate(saved, name, **kwargs):
         max_prompt_length=200,
     )
     return grpo_eval.evaluate(grpo_eval.Config(**settings, name=name, **kwargs))
+
+
+@pytest.mark.parametrize("m3po", [False, True])
+def test_answers_from_logits_that_are_not_finite_are_refused_and_in_a_run_told(
+    m3po, saved, tokenizer, monkeypatch
+):
+    """Weights that no token of the self-test reads were damaged, or a prompt passed fp16's range: the answers
+    were empty, counted as wrong, and nothing was said.
+    """
+    path, [unread] = saved / "model" / "model.safetensors", tokenizer("Z", add_special_tokens=False).input_ids
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][unread, 0] = math.inf
+    save_file(weights, path, metadata={"format": "pt"})
+    how = dict(m3po=m3po, num_samples=2, temperature=1.0)
+    evaluate(saved, "a", **how)
+    write_rows(saved / "d" / "test.jsonl", [{"question": f"{end} pens", "answer": "1"} for end in "YZ"])
+    if m3po:  # single paths are asked first, and say so, too
+        monkeypatch.setattr(
+            grpo_eval.LocalModel, "ask", lambda asked, indices, keep: [keep(i, []) for i in indices]
+        )
+    with pytest.raises(
+        SettingError, match="model=.*gives logits that are not finite: its weights are damaged"
+    ):
+        evaluate(saved, "b", **how)
+    decoder = load_solver(str(saved / "model")).decoder
+    with pytest.warns(UserWarning, match="not finite: .* damaged; some answers are not what the model says"):
+        decoder.complete([[unread]], Sampling(4))
 
 
 @pytest.mark.usefixtures("undrawn")
