@@ -29,6 +29,7 @@ DIGESTS = {  # what a run notes of what it reads, and what that is
     "data": "the problems or their prompts",
     "held_out": "the held-out problems or their prompts",
     "rewards": "the rewards",
+    "reward_values": "what the rewards hold",
     "start": "the model that it started from",
 }
 MODEL_FILES = (

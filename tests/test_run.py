@@ -288,6 +288,59 @@ def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left(
     assert differences(now, then, inputs | {"rewards": "others"}) == {"rewards": ("the same", "others")}
 
 
+PAID = 1.0  # by a function of a reward's, which looks it up in a comprehension
+
+
+def paid_each(completions):
+    return [PAID for _ in completions]
+
+
+class Pays:
+    """A reward that is an object, with a constant and a memory."""
+
+    def __init__(self, paid):
+        self.paid, self.memory = paid, []
+
+    def __call__(self, completions, **columns):
+        self.memory.append(len(completions))
+        return [self.paid] * len(completions)
+
+
+def rewards_that_hold(default=1.0, around=1.0, attribute=1.0):
+    """Rewards whose text is the same, whatever they hold."""
+
+    def by_default(completions, paid=default, **columns):
+        return [paid] * len(completions)
+
+    def by_closure(completions, **columns):
+        return [around for _ in completions]
+
+    def by_global(completions, **columns):
+        return paid_each(completions)
+
+    return [by_default, by_closure, by_global, Pays(attribute)]
+
+
+def test_rewards_from_python_may_not_hold_other_values_when_a_run_goes_on(
+    recipe_start, tmp_path, capsys, monkeypatch
+):
+    """Their text alone was compared: a run went on with its reward turned round, without a word."""
+    settings = dict(batch_size=2, num_generations=2, num_steps=1, max_completion_length=8, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    train = partial(grpo_train.train, dataset=rows_of("dicts"))
+    remembers = rewards_that_hold()
+    train(config, remembers)
+    for rewards in (remembers, rewards_that_hold()):
+        train(replace(config, resume=True), rewards)
+        assert "nothing is left to do" in capsys.readouterr().out
+    for changed in ("default", "around", "attribute"):
+        with pytest.raises(SettingError, match="written by another run: reward_values '.*' there"):
+            train(replace(config, resume=True), rewards_that_hold(**{changed: -1.0}))
+    monkeypatch.setitem(globals(), "PAID", -1.0)
+    with pytest.raises(SettingError, match="written by another run: reward_values"):
+        train(replace(config, resume=True), rewards_that_hold())
+
+
 @pytest.mark.parametrize(
     ("given", "settings", "error", "words"),
     [
