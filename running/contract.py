@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from answers.user_files import LIBRARIES, OWN, code_of, user_files
-from errors import RunError
+from errors import ROOT, RunError
 from problems.sources import GIVEN
 from reporting.files import MODEL_FILES, sha256_of
 from rewards import reward_name
@@ -130,8 +130,9 @@ def _held(value, seen):
 
 def _is_theirs(function):
     """Whether a function is neither a library's nor the project's, which belongs to the commit."""
-    room = function.__module__.partition(".")[0]
-    return room not in OWN and not function.__code__.co_filename.startswith((*LIBRARIES, "<frozen"))
+    room, file = (function.__module__ or "").partition(".")[0], function.__code__.co_filename
+    is_own = room in OWN and file.startswith(str(ROOT))
+    return not is_own and not file.startswith((*LIBRARIES, "<frozen"))
 
 
 def _names(code):

@@ -232,6 +232,7 @@ def chosen_rewards(config):
     if config.reward_set == GIVEN:
         remedy = "the rewards of that run were: name yours by --reward FILE.py:function, or a reward_set"
         raise SettingError("reward_set", GIVEN, remedy)
+    check(config, "reward", lambda v: v is None or v, "must name at least one function, or be left out")
     pairs = REWARD_SETS[config.reward_set]
     try:
         if config.reward is not None:

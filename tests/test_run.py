@@ -318,7 +318,9 @@ def rewards_that_hold(default=1.0, around=1.0, attribute=1.0):
     def by_global(completions, **columns):
         return paid_each(completions)
 
-    return [by_default, by_closure, by_global, Pays(attribute)]
+    made = {"__name__": None}
+    exec("def of_no_module(completions, **columns): return [1.0] * len(completions)", made)
+    return [by_default, by_closure, by_global, Pays(attribute), made["of_no_module"]]
 
 
 def test_rewards_from_python_may_not_hold_other_values_when_a_run_goes_on(
