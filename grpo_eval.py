@@ -25,7 +25,9 @@ import os
 import sys
 import time
 import uuid
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -37,7 +39,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
-from errors import SettingError, counted
+from errors import DataError, SettingError, counted
 from learning.device import choose_device
 from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
@@ -48,7 +50,7 @@ from problems.prompts import (
     problems_of,
     template_kwargs,
 )
-from problems.sources import COLUMNS, EXTRA
+from problems.sources import COLUMNS, EXTRA, data_files, split_held_out
 from reporting.comparison import (
     Side,
     compare_sides,
@@ -112,6 +114,26 @@ def read_problems(config):
     return problems
 
 
+def trained_on(config, questions):
+    """A remark on questions that the model was trained on, as far as its data lies in files here."""
+    trained = read_run_config(config.model)
+    dataset, split = trained.get("dataset"), trained.get("split")
+    read = {name: trained.get(name) for name in ("limit", *(f"{field}_column" for field in COLUMNS))}
+    try:
+        if not dataset or not split or not data_files(dataset, split):
+            return []
+        with warnings.catch_warnings(action="ignore"):  # they were told in training
+            settings = SimpleNamespace(dataset=dataset, split=split, seed=0, **read)
+            problems = problems_of(settings, responses=True)
+            seen, _ = split_held_out(problems, trained.get("eval_problems") or 0)
+    except (DataError, OSError):  # it is gone, or was changed
+        return []
+    asked = {problem.question for problem in seen}
+    count = sum(question.problem.question in asked for question in questions)
+    what = f"{count} of {counted(len(questions), 'question')} are among those that the model was trained on"
+    return [f"{what} ({dataset}, split {split})"] if count else []
+
+
 def trained_with(model):
     """What the seeds of two methods share if they are pairs: start, order of the problems and draws.
 
@@ -136,7 +158,7 @@ class LocalModel:
         asked = {id(question.problem) for question in self.questions}
         skipped = [problem for problem in problems if id(problem) not in asked]
         self.skipped = prompting.encoded(tokenizer, skipped)
-        self.remarks = prompting.remarks(tokenizer, self.questions)
+        self.remarks = prompting.remarks(tokenizer, self.questions) + trained_on(config, self.questions)
         self.precision = config.precision_on(device)
         dtype = compute_dtype(self.precision, device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()

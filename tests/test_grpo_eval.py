@@ -220,6 +220,22 @@ def evaluate(saved, name, **kwargs):
     return grpo_eval.evaluate(grpo_eval.Config(**settings, name=name, **kwargs))
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_questions_that_were_trained_on_are_counted_whatever_their_file_is_called(saved, capsys):
+    """A copy of the training data was taken for new questions; those held out of it were never trained on."""
+    rows = [{"question": f"{n} pens", "answer": str(n)} for n in range(6)]
+    write_rows(saved / "train.jsonl", rows)
+    trained = {"dataset": str(saved / "train.jsonl"), "split": "train", "eval_problems": 2}
+    (saved / "model" / "run_config.yaml").write_text(json.dumps(trained))
+    write_rows(saved / "d" / "test.jsonl", [*rows, {"question": "7 pens", "answer": "7"}])
+    evaluate(saved, "a")
+    told = "note: 4 of 7 questions are among those that the model was trained on"
+    assert f"{told} ({saved}/train.jsonl, split train)" in capsys.readouterr().out
+    (saved / "train.jsonl").unlink()
+    evaluate(saved, "b")
+    assert "trained on" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("m3po", [False, True])
 def test_answers_from_logits_that_are_not_finite_are_refused_and_in_a_run_told(
     m3po, saved, tokenizer, monkeypatch
