@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -228,7 +229,8 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     """Instead of names, as TRL takes them; what is returned says where the model is."""
     settings = dict(batch_size=2, num_generations=2, num_steps=2, max_completion_length=8, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    weight, functions = (0.5, [(length_reward, 0.5)]) if kind == "Problems" else (1.0, length_reward)
+    functions = [(length_reward, np.float32(0.5))] if kind == "Problems" else length_reward
+    weight = 0.5 if kind == "Problems" else 1.0
     result = grpo_train.train(config, reward_functions=functions, dataset=rows_of(kind))
     assert result.folder == tmp_path
     assert result.metrics["step"] == 2
@@ -371,6 +373,18 @@ def test_rewards_from_python_may_not_hold_other_values_when_a_run_goes_on(
             dict(num_processes=2),
             SettingError,
             "num_processes=2: a call from Python starts none: .* torchrun --nproc_per_node 2",
+        ),
+        (
+            dict(reward_functions=[(length_reward, float("nan"))]),
+            {},
+            SettingError,
+            "has the weight nan: give a fin",
+        ),
+        (
+            dict(reward_functions=[(length_reward, 0.0)]),
+            {},
+            SettingError,
+            "have no weight but 0, .* only logged",
         ),
         (dict(reward_functions=(length_reward, 0.5)), {}, SettingError, "=0.5: is neither a function"),
         (

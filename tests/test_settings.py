@@ -290,6 +290,8 @@ def test_the_page_shows_settings_that_exist():
         ("--reward nothing.py:f", ["nothing.py"]),
         ("--reward_weights 1", ["reward_weights", "correctness_reward", "format_reward"]),
         ("--reward_weights 1 none", ["reward_weights", "none stands alone"]),
+        ("--reward_weights 0 0", ["reward_weights=[0.0, 0.0]", "have no weight but 0", "give one a weight"]),
+        ("--reward rewards.py:int_reward=0", ["reward=['rewards.py:int_reward=0']", "have no weight but 0"]),
         ("--chat_template_kwargs {", ["chat_template_kwargs", "JSON"]),
         ("--system_prompt_file /nothing", ["system_prompt_file", "cannot be read"]),
         ("--batch 3", ["--batch", "did you mean batch_size?"]),
