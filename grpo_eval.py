@@ -62,7 +62,7 @@ from reporting.comparison import (
 from reporting.evaluation import forget_answers, skipped_record, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole, yaml_text
 from reporting.plots import draw_comparison, or_warn
-from rewards import combined_reward, equal_by_meaning, right_answers
+from rewards import combined_reward, equal_by_meaning, lost_answers, lost_remarks, right_answers
 from running.eval_config import Config, refuse_untrained
 from running.evaluation import complete_interacting
 from running.folder import lock_folder
@@ -159,6 +159,7 @@ class LocalModel:
         skipped = [problem for problem in problems if id(problem) not in asked]
         self.skipped = prompting.encoded(tokenizer, skipped)
         self.remarks = prompting.remarks(tokenizer, self.questions) + trained_on(config, self.questions)
+        self.remarks += lost_remarks(config, lost_answers(config, problems), problems)
         self.precision = config.precision_on(device)
         dtype = compute_dtype(self.precision, device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
@@ -204,10 +205,11 @@ class ServerModel:
     With prompt_format raw it gets the prompt as text.
     """
 
-    skipped, remarks = (), ()
+    skipped = ()
 
     def __init__(self, config):
         problems = read_problems(config)
+        self.remarks = lost_remarks(config, lost_answers(config, problems), problems)
         self.precision = config.precision  # which is the server's to choose
         key = os.environ.get("OPENAI_API_KEY", "")
         self.config = config

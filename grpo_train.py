@@ -44,6 +44,7 @@ from rewards import (
     check_answers,
     check_rewards,
     compute_rewards,
+    lost_remarks,
     reward_columns,
     right_answers,
 )
@@ -582,10 +583,7 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
         f"{steps} of {config.batch_size} x {config.num_generations} completions on "
         f"{counted(processes, f'{run.device.type} process')}, each ends on {' or '.join(ends)}"
     )
-    remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
-    if lost:
-        what = f"{len(lost)} of {len(problems)} reference answers can never be right"
-        remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
+    remarks = Prompting.of(config).remarks(decoder.tokenizer, problems) + lost_remarks(config, lost, problems)
     if len(problems) < config.batch_size:
         remarks.append(f"batch_size={config.batch_size} is above the {number}: steps repeat some")
     for remark in remarks + config.remarks:

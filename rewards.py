@@ -558,6 +558,14 @@ def lost_answers(config, problems):
     return [answer for answer, is_right in zip(answers, right, strict=True) if is_right is False]
 
 
+def lost_remarks(config, lost, problems):
+    """What is said of the `lost_answers` of some problems."""
+    if not lost:
+        return []
+    what = f"{len(lost)} of {len(problems)} reference answers can never be right"
+    return [f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}"]
+
+
 def check_answers(config, reward_functions, problems):
     """The `lost_answers`; refuses built-in rewards where no completion of any problem could ever be right."""
     lost = lost_answers(config, problems)

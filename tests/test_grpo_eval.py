@@ -333,6 +333,21 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     assert unblended == rows, "the same draws"
     with pytest.raises(SettingError, match="paths need each other"):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
+    (saved / "model" / "run_config.yaml").write_text("m3po_lambda: 0.0\n")
+    with pytest.raises(
+        SettingError, match="m3po=True: the model was trained with m3po_lambda=0, at which paths h"
+    ):
+        grpo_eval.Config(model=str(saved / "model"), m3po=True, num_samples=4, temperature=1.0)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_reference_answers_that_nothing_can_match_are_counted(saved, capsys):
+    """A training said so; an evaluation counted every answer as wrong."""
+    rows = [{"question": f"{answer} pens", "answer": answer} for answer in ("1", "2\n3", "...")]
+    write_rows(saved / "d" / "test.jsonl", rows)
+    evaluate(saved, "a")
+    told = "note: 1 of 3 reference answers can never be right in answer_format=xml, such as '...'"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.slow
