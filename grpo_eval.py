@@ -25,7 +25,9 @@ import os
 import sys
 import time
 import uuid
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -37,7 +39,7 @@ from decoding.decoder import GroupDecoder
 from decoding.rollout import Interaction
 from decoding.server import complete, connect
 from decoding.tokens import end_answers_on
-from errors import SettingError, counted
+from errors import DataError, SettingError, counted
 from learning.device import choose_device
 from learning.models import check_positions, fingerprint, load_model, load_tokenizer
 from learning.parallel import is_first_of_node, shard, together
@@ -48,7 +50,7 @@ from problems.prompts import (
     problems_of,
     template_kwargs,
 )
-from problems.sources import COLUMNS, EXTRA
+from problems.sources import COLUMNS, EXTRA, data_files, split_held_out
 from reporting.comparison import (
     Side,
     compare_sides,
@@ -60,7 +62,7 @@ from reporting.comparison import (
 from reporting.evaluation import forget_answers, skipped_record, summarise, told, write_evaluation
 from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole, yaml_text
 from reporting.plots import draw_comparison, or_warn
-from rewards import combined_reward, equal_by_meaning, right_answers
+from rewards import combined_reward, equal_by_meaning, lost_answers, lost_remarks, right_answers
 from running.eval_config import Config, refuse_untrained
 from running.evaluation import complete_interacting
 from running.folder import lock_folder
@@ -88,6 +90,9 @@ TRAINED_WITH = (
 ).split()
 
 
+MOST_TO_READ_AGAIN = 2**29  # bytes of training data, to find its questions among others: seconds
+
+
 class Answer(NamedTuple):
     """One answer to a question, as it is kept and graded."""
 
@@ -110,6 +115,27 @@ def read_problems(config):
         remedy = f"the data has no such column; beside those that are read anyway there are: {known}"
         raise SettingError("by", missing, remedy)
     return problems
+
+
+def trained_on(config, questions):
+    """A remark on questions that the model was trained on, as far as its data lies in files here."""
+    trained = read_run_config(config.model)
+    dataset, split = trained.get("dataset"), trained.get("split")
+    read = {name: trained.get(name) for name in ("limit", *(f"{field}_column" for field in COLUMNS))}
+    try:
+        files = data_files(dataset, split) if dataset and split else []
+        if not 0 < sum(file.stat().st_size for file in files) < MOST_TO_READ_AGAIN:
+            return []
+        with warnings.catch_warnings(action="ignore"):  # they were told in training
+            settings = SimpleNamespace(dataset=dataset, split=split, seed=0, **read)
+            problems = problems_of(settings, responses=True)
+            seen, _ = split_held_out(problems, trained.get("eval_problems") or 0)
+    except (DataError, OSError):  # it is gone, or was changed
+        return []
+    asked = {problem.question for problem in seen}
+    count = sum(question.problem.question in asked for question in questions)
+    what = f"{count} of {counted(len(questions), 'question')} are among those that the model was trained on"
+    return [f"{what} ({dataset}, split {split})"] if count else []
 
 
 def trained_with(model):
@@ -136,8 +162,10 @@ class LocalModel:
         asked = {id(question.problem) for question in self.questions}
         skipped = [problem for problem in problems if id(problem) not in asked]
         self.skipped = prompting.encoded(tokenizer, skipped)
-        self.remarks = prompting.remarks(tokenizer, self.questions)
-        dtype = compute_dtype(config.precision_on(device), device)
+        self.remarks = prompting.remarks(tokenizer, self.questions) + trained_on(config, self.questions)
+        self.remarks += lost_remarks(config, lost_answers(config, problems), problems)
+        self.precision = config.precision_on(device)
+        dtype = compute_dtype(self.precision, device)
         model = load_model(start, tokenizer, dtype, device, config.trust_remote_code).eval()
         end_answers_on(prompting.eos_id(tokenizer), tokenizer, model)
         check_positions(model, self.questions, config)
@@ -156,7 +184,8 @@ class LocalModel:
         prompts = [self.questions[i].ids for i in indices]
         how = dict(seed=self.config.seed, batch_rows=self.config.batch_size, indices=indices)
         keep_answers = lambda i, made: keep(i, self._answers(i, made))  # noqa: E731
-        self.decoder.complete(prompts, self.config.sampling, keep=keep_answers, **how)
+        how |= dict(keep=keep_answers, must_be_finite=True)
+        self.decoder.complete(prompts, self.config.sampling, **how)
 
     def _answers(self, i, completions):
         """The answers to question i, what its prompt opened of them included."""
@@ -166,7 +195,7 @@ class LocalModel:
         """The same with the samples of a question as paths that interact, from the single paths' draws."""
         prompts, config = [self.questions[i].ids for i in indices], self.config
         how = config.sampling, config.seed, indices, config.batch_size
-        for i, completions in complete_interacting(self.decoder, prompts, *how):
+        for i, completions in complete_interacting(self.decoder, prompts, *how, must_be_finite=True):
             keep(i, self._answers(i, completions))
 
 
@@ -180,10 +209,12 @@ class ServerModel:
     With prompt_format raw it gets the prompt as text.
     """
 
-    skipped, remarks = (), ()
+    skipped = ()
 
     def __init__(self, config):
         problems = read_problems(config)
+        self.remarks = lost_remarks(config, lost_answers(config, problems), problems)
+        self.precision = config.precision  # which is the server's to choose
         key = os.environ.get("OPENAI_API_KEY", "")
         self.config = config
         kwargs = template_kwargs(config)
@@ -248,7 +279,8 @@ def begin(asked, config):
 
     On each machine, since the folder may be another one there.
     """
-    folder, settings = asked.folder, resolved(config) | {"answerer": asked.identity}
+    folder = asked.folder
+    settings = resolved(config) | {"precision": asked.precision, "answerer": asked.identity}
     refuse_whole(folder)  # another one may have finished there since
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
         then = without_switches(Config, read_yaml(folder / "run_config.yaml"))

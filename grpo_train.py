@@ -22,6 +22,7 @@ import math
 import statistics
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -43,13 +44,14 @@ from rewards import (
     check_answers,
     check_rewards,
     compute_rewards,
+    lost_remarks,
     reward_columns,
     right_answers,
 )
 from running import preflight
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
-from running.grpo_config import Config, chosen_rewards
+from running.grpo_config import NO_WEIGHT, Config, chosen_rewards
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
 from running.loaded import Loaded
 from running.log import log_rollouts
@@ -92,11 +94,16 @@ def given_rewards(config, functions):
     for pair in pairs:
         if isinstance(pair[0], type):
             raise SettingError("reward_functions", pair[0].__name__, "is a class: give an object of it")
-        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], int | float):
+        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], Real):
             raise SettingError(
                 "reward_functions", pair[0], "is neither a function nor a (function, weight) pair"
             )
-    return pairs
+        if not math.isfinite(pair[1]):
+            raise SettingError("reward_functions", pair[0], f"has the weight {pair[1]}: give a finite number")
+    if not any(weight for _, weight in pairs):
+        raise SettingError("reward_functions", functions, NO_WEIGHT)
+    # numpy's round on
+    return [(f, weight if isinstance(weight, int | float) else float(weight)) for f, weight in pairs]
 
 
 @dataclass(frozen=True)
@@ -576,10 +583,7 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
         f"{steps} of {config.batch_size} x {config.num_generations} completions on "
         f"{counted(processes, f'{run.device.type} process')}, each ends on {' or '.join(ends)}"
     )
-    remarks = Prompting.of(config).remarks(decoder.tokenizer, problems)
-    if lost:
-        what = f"{len(lost)} of {len(problems)} reference answers can never be right"
-        remarks.append(f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}")
+    remarks = Prompting.of(config).remarks(decoder.tokenizer, problems) + lost_remarks(config, lost, problems)
     if len(problems) < config.batch_size:
         remarks.append(f"batch_size={config.batch_size} is above the {number}: steps repeat some")
     for remark in remarks + config.remarks:
@@ -610,7 +614,7 @@ def rollout_metrics(run, sampled, right, rewards, gate=None):
     scored = rewards[~rewards.isnan()]
     metrics = {
         "reward": float(scored.mean()),
-        "reward_std": float(scored.std()),
+        "reward_std": float(scored.std(correction=min(1, len(scored) - 1))) if len(scored) else math.nan,
         "reward_std_in_group": float(group_std(groups).mean()),
         **{name: mean[name] for name in local if name.startswith("reward/")},
         "unscored": int(rewards.isnan().sum()),

@@ -297,11 +297,12 @@ def _time_limit(where, completions, seconds):
         os._exit(1)
 
     _start_watching()
-    _limits.append((time.monotonic() + seconds, end))
+    limit = (time.monotonic() + seconds, end)
+    _limits.append(limit)
     try:
         yield
     finally:
-        _limits.pop()
+        _limits.remove(limit)  # which need not be the last: another thread may have rewards of its own
 
 
 _limits = []  # of what runs now: when its time is up, and what to do then
@@ -555,6 +556,14 @@ def lost_answers(config, problems):
     written = [write("So it is.", answer) for answer in answers]
     right = right_answers(written, answers, config.answer_format, config.grading)
     return [answer for answer, is_right in zip(answers, right, strict=True) if is_right is False]
+
+
+def lost_remarks(config, lost, problems):
+    """What is said of the `lost_answers` of some problems."""
+    if not lost:
+        return []
+    what = f"{len(lost)} of {len(problems)} reference answers can never be right"
+    return [f"{what} in answer_format={config.answer_format}, such as {lost[0][:60]!r}"]
 
 
 def check_answers(config, reward_functions, problems):

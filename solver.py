@@ -68,7 +68,8 @@ def load_solver(
         prompting = Prompting.of(settings)
     device = choose_device()
     if precision is None:
-        precision = trained.get("precision", "bf16") if device.type == "cuda" else "fp32"
+        older = "fp32" if trained.get("bf16") is False else "bf16"  # runs had bf16 before precision
+        precision = trained.get("precision", older) if device.type == "cuda" else "fp32"
     dtype = compute_dtype(precision, device)
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()
@@ -89,7 +90,8 @@ def solve(question, solver, temperature=0.0, seed=0):
     decoder, prompting, limit = solver.decoder, solver.prompting, solver.max_completion_length
     asked = prompting.encoded(decoder.tokenizer, problems)
     check_positions(decoder.model, asked, solver)
-    answers = decoder.complete([p.ids for p in asked], Sampling(limit, temperature=temperature), seed)
+    sampling, prompts = Sampling(limit, temperature=temperature), [p.ids for p in asked]
+    answers = decoder.complete(prompts, sampling, seed, must_be_finite=True)
     solutions = []
     for p, [completion] in zip(asked, answers, strict=True):
         text = p.answered(completion).text

@@ -38,7 +38,8 @@ def in_their_process():
     """Around the user's code: what it changes of the process it finds again, and the run does not.
 
     That is the working directory, in which a run may have its folder, and torch's default dtype and device,
-    its threads, and whether it takes gradients.
+    its threads, whether it takes gradients, how it rounds products of float32, and whether it allows only
+    deterministic algorithms.
     """
     ours = _process()
     _change_process(ours, _theirs)
@@ -56,6 +57,8 @@ _theirs = {}  # what the user's code has changed of the process
 _folders = set()  # that its files have put into sys.path
 # of a torch that the user's code loads
 AT_FIRST = {"dtype": "float32", "device": "cpu", "gradients": True}
+AT_FIRST |= {"products": "highest", "deterministic": False}
+PRODUCTS = ("highest", "high", "medium")
 
 
 def _process():
@@ -65,6 +68,11 @@ def _process():
         made["device"] = str(torch.get_default_device())
         made["threads"] = torch.get_num_threads()
         made["gradients"] = torch.is_grad_enabled()
+        made["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        try:
+            made["products"] = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the newer settings were used, too, of which this one knows no word
+            made["products"] = "newer"
     return made
 
 
@@ -76,6 +84,8 @@ def _change_process(now, wanted):
         "device": lambda name: torch.set_default_device(None if name == "cpu" else name),
         "threads": lambda count: torch.set_num_threads(count),
         "gradients": lambda are_taken: torch.set_grad_enabled(are_taken),
+        "deterministic": lambda are_all: torch.use_deterministic_algorithms(are_all),
+        "products": lambda how: torch.set_float32_matmul_precision(how) if how in PRODUCTS else None,
     }
     for key, value in wanted.items():
         if now.get(key) != value:

@@ -5,15 +5,17 @@ is a prefill of the prompts and decode steps of n rows; a row whose sequence has
 that waits, or left out. This file says which sequence is in which row; engine.py runs the steps.
 """
 
+import warnings
 from collections import deque
 from typing import NamedTuple
 
 import torch
 
+from decoding.any_model import check_finite
 from decoding.engine import CHUNK, Engine
 from decoding.rollout import PLAIN_GRPO, Completion, Rollout, rollout_uniforms, to_device, widened
 from decoding.tokens import token_tables, unwritten_ids
-from errors import Interrupted
+from errors import Interrupted, SettingError
 
 
 class GroupDecoder:
@@ -97,6 +99,17 @@ class GroupDecoder:
             made["heard_ids"] = self.engine.strangers.tokens(keys[:, None], positions)
         return made
 
+    def check_logp(self, logp, must_be_finite):
+        """Refuse, or else warn of, log-probs of completions that are not finite: what was drawn there is
+        nothing that the model says. Damaged weights and an overflow of fp16 may show in some prompts only.
+        """
+        try:
+            check_finite(logp, self.model.dtype, self.model.config.name_or_path)
+        except SettingError as error:
+            if must_be_finite:
+                raise
+            warnings.warn(f"{error}; some answers are not what the model says", stacklevel=2)
+
     def completions(self, rollout):
         """The N Completions of a rollout."""
         ended = rollout.ended.tolist()
@@ -113,12 +126,15 @@ class GroupDecoder:
         return Completion(ids, self.text(ids, ended), ended)
 
     @torch.no_grad()
-    def complete(self, prompts, sampling, seed=0, batch_rows=None, indices=None, keep=None):
+    def complete(
+        self, prompts, sampling, seed=0, batch_rows=None, indices=None, keep=None, must_be_finite=False
+    ):
         """Decode prompts (lists of ids) as single paths; returns for each a list of G Completions.
 
         `batch_rows` rows are decoded at once. A completion depends on its prompt's index and `seed`, not on
         what is decoded beside it; give `indices` where these prompts are some of more. `keep(index,
-        completions)` is called for each prompt, in the order in which they end.
+        completions)` is called for each prompt, in the order in which they end. must_be_finite: see
+        `check_logp`.
         """
         if not prompts:
             return []
@@ -131,6 +147,9 @@ class GroupDecoder:
 
         def read(whole, sequences):
             rows = to_device([i * G + j for i in whole for j in range(G)], self.engine.device)
+            of_rows = sequences.logp[rows]
+            after = torch.arange(of_rows.shape[1], device=rows.device) >= sequences.t[rows, None]
+            self.check_logp(of_rows.masked_fill(after, 0), must_be_finite)
             columns = (sequences.ids, sequences.t, sequences.ended)
             ids, lengths, ended = (column[rows].tolist() for column in columns)  # device sync
             ids = [row[:length] for row, length in zip(ids, lengths, strict=True)]

@@ -7,6 +7,7 @@ model's head, padded to whole blocks), S states of the automaton.
 import functools
 import json
 import re
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,6 +169,16 @@ def end_answers_on(eos_id, tokenizer, *models):
         settings.eos_token_id = before if set(ids) == set(_as_list(before)) else ids
 
 
+def _warn_of_usual_ends(tokenizer, eos_ids, name):
+    """transformers' configs have an eos_token_id by default, such as 2, which may be any token here."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    if usual := [i for i in eos_ids if i not in special]:
+        token = tokenizer.convert_ids_to_tokens(usual[0])
+        what = f"its configs name eos_token_id {usual[0]}, which is the usual token {token!r}"
+        remedy = "completions end wherever they have it: mend config.json or generation_config.json"
+        warnings.warn(f"model={name!r}: {what}; {remedy}", stacklevel=2)
+
+
 def token_tables(tokenizer, model, think_end=None):
     """Read tokenizer and model once. `think_end`: the delimiter that ends thinking, or None."""
     table_size = model.get_input_embeddings().weight.shape[0]
@@ -180,6 +191,7 @@ def token_tables(tokenizer, model, think_end=None):
     if not eos_ids:
         remedy = "no EOS id of tokenizer, config or generation config is one that the tokenizer has"
         raise SettingError("model", name, remedy)
+    _warn_of_usual_ends(tokenizer, eos_ids, name)
     is_eos = torch.zeros(num_real, dtype=torch.bool)
     is_eos[eos_ids] = True
     real = torch.zeros(whole_blocks(table_size), dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 import warnings
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from errors import OR_OFFLINE, SettingError, counted, is_path, one_line, telling
 from learning.parallel import whole
 from learning.precision import compute_dtype
 
+LOADING = threading.RLock()  # while a thread loads, transformers leaves new weights undrawn in all of them
 # State-space models whose kernels read the weight of out_proj without calling it; peft refuses it there.
 READ_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 # Of adapters that are tried out; the next where one does not show
@@ -237,7 +239,8 @@ def _tiny_model(tokenizer, dtype):
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with LOADING:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.source_dtype, model.source_dropout = torch.float32, {}
     return model
 
@@ -247,7 +250,7 @@ def _from_pretrained(kind, name, **how):
     if (Path(name) / "adapter_config.json").exists():
         raise SettingError("model", name, IS_ADAPTER)
     try:
-        with telling_if_slow(f"still loading {name}{'' if Path(name).exists() else OR_OFFLINE}"):
+        with telling_if_slow(f"still loading {name}{'' if Path(name).exists() else OR_OFFLINE}"), LOADING:
             return kind.from_pretrained(name, **how)
     except ImportError as error:  # of quantised weights, of code that comes with a model
         raise SettingError("model", name, f"needs a package that is missing: {one_line(error)}") from error

@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 import warnings
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -240,9 +241,12 @@ class Prompting:
         said = self._unread(tokenizer, encoded)
         if self.prompt_format == "chat":
             said += [f"the chat template {fault}" for fault in self._faults(encoded[:REMARKED])]
+            said += self._header_left_out(tokenizer, encoded[0])
         answer_format = answer_format_named(self.answer_format)
         think_end = answer_format.think_end
-        said += _without_tokens(tokenizer, encoded, answer_format)
+        said += _without_tokens(tokenizer, encoded, answer_format) or _not_kept(
+            tokenizer, encoded[:REMARKED], answer_format
+        )
         if think_end in opening:
             said.append(f"the prompt ends in {think_end!r}: no path of M3PO will be seen to end its thinking")
         closed = (tag for tag in answer_format.tags if tag.startswith("</"))
@@ -274,6 +278,18 @@ class Prompting:
             what = f"{bring} of {len(problems)} problems bring their own"
             said.append(f"the system prompt that was given is not read where the data has one: {what}")
         return said
+
+    def _header_left_out(self, tokenizer, encoded):
+        """What stands before an answer, where the template does not end a prompt with it."""
+        mark = "31415926"
+        if self.messages(encoded.problem)[-1]["role"] == "assistant":
+            return []
+        text = self.build(tokenizer, encoded.problem, response=mark)
+        header = text.removeprefix(encoded.prompt).partition(mark)[0].strip()
+        if mark not in text or not text.startswith(encoded.prompt) or not header or "think" in header:
+            return []
+        what = f"writes {header!r} before an answer, and does not end a prompt with it"
+        return [f"the chat template {what}: the model must write it itself"]
 
     def _faults(self, encoded):
         """What the template does to the messages, said once each."""
@@ -420,6 +436,36 @@ def _worked_answer(problem, answer_format, config):
     if answer_format.extract(reasoning) == answer:  # as MATH's solutions have it in boxed
         return reasoning
     return answer_format.write(reasoning, answer)
+
+
+def _not_kept(tokenizer, encoded, answer_format):
+    """What a tokenizer without a token for the unknown leaves out or changes, as by NFKC; not spaces."""
+
+    def read(ids):
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text, _in_one_form(text)
+
+    said, parts = [], dict.fromkeys((answer_format.think_end, *answer_format.tags))
+    kept = lambda part: _in_one_form(part) in read(ids_of(tokenizer, [part])[0])[1]  # noqa: E731
+    if missing := [part for part in parts if not kept(part)]:
+        what = f"the tokenizer does not keep {', '.join(map(repr, missing))}"
+        said.append(f"{what}: no completion can have the answer format {answer_format.name!r}")
+    pairs = [(p.prompt, *read(p.ids)) for p in encoded]
+    changed = [(_in_one_form(prompt), form) for prompt, _, form in pairs if _in_one_form(prompt) not in form]
+    if changed:
+        prompt, form = changed[0]
+        at = next((i for i, (a, b) in enumerate(zip(prompt, form, strict=False)) if a != b), 0)
+        shown = (text[max(0, at - 5) : at + 15] for text in (prompt, form))
+        words = "{!r} becomes {!r}".format(*shown)
+        said.append(f"the tokenizer changes {len(changed)} of {len(encoded)} prompts: {words}, spaces apart")
+    if any("\n" in prompt and "\n" not in text for prompt, text, _ in pairs):
+        said.append("the tokenizer keeps no line breaks: the model neither reads nor writes any")
+    return said
+
+
+def _in_one_form(text):
+    """A text without spaces, its letters composed: what tokenizers may change without harm."""
+    return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def _without_tokens(tokenizer, encoded, answer_format):

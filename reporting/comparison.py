@@ -44,6 +44,7 @@ class Side:
     runs: list  # of lists of records
     seeds: list = field(default_factory=list)  # what each run shares with its partner, see `seed_of`
     folders: list = field(default_factory=list)
+    precisions: list = field(default_factory=list)  # that its models computed in, each once
 
     def scores(self):
         """(runs, questions): the mean of a question's samples."""
@@ -118,6 +119,11 @@ def seed_of(evaluation):
     """
     seed = evaluation.settings.get("seed")
     return None if seed is None else json.dumps([seed, evaluation.settings.get("trained")], sort_keys=True)
+
+
+def precision_of(evaluation):
+    """What its model computed in; None of a server's, of which nothing is known."""
+    return None if evaluation.settings.get("api") else evaluation.settings.get("precision")
 
 
 def paired_runs(a, b):
@@ -195,6 +201,7 @@ def compare_sides(sides):
         result |= {"p_holm": p, "evaluations_a": first.folders, "evaluations_b": other.folders}
     for other, (result, gaps) in zip(others, compared, strict=True):
         text += _described(result, len(results), len(first.runs), len(other.runs))
+        text += _precision_lines(first, other)
         text += _examples("gained", gaps, first, other) + _examples("lost", -gaps, first, other)
     return "\n".join(text), results
 
@@ -206,7 +213,9 @@ def sides_of(names):
     made = []
     for name, short, evaluations in zip(names, short_names(names), sides, strict=True):
         runs = [aligned(reference, evaluation, name).records for evaluation in evaluations]
-        made.append(Side(short, runs, [seed_of(evaluation) for evaluation in evaluations], name.split(",")))
+        seeds = [seed_of(evaluation) for evaluation in evaluations]
+        precisions = sorted(set(filter(None, map(precision_of, evaluations))))
+        made.append(Side(short, runs, seeds, name.split(","), precisions))
     return made
 
 
@@ -255,6 +264,15 @@ def _described(result, comparisons, seeds_a, seeds_b):
         f"a true difference of {result['smallest_difference']:.3f} would be found in 4 of 5 comparisons.",
     ]
     return lines + _seed_lines(result) + _not_right_lines(result)
+
+
+def _precision_lines(first, other):
+    """A line where not all was computed alike: each model is asked in what it was trained in."""
+    if len({*first.precisions, *other.precisions}) < 2:
+        return []
+    each = (f"{side.name} in {' and '.join(side.precisions)}" for side in (first, other))
+    remedy = "part of the difference may be rounding: grpo_eval.py --precision sets it for both"
+    return [f"Not all was computed in one precision, {', '.join(each)}; {remedy}."]
 
 
 def _seed_lines(result):

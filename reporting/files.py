@@ -29,6 +29,7 @@ DIGESTS = {  # what a run notes of what it reads, and what that is
     "data": "the problems or their prompts",
     "held_out": "the held-out problems or their prompts",
     "rewards": "the rewards",
+    "reward_values": "what the rewards hold",
     "start": "the model that it started from",
 }
 MODEL_FILES = (
@@ -66,6 +67,18 @@ def _mapping(loader, node):
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
+# YAML 1.1 reads 010 as 8, and 1:30 as 90: here they are texts, which no number may be
+_INT = r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)"
+_FLOAT = r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_NUMBERS = {"int": _INT, "float": _FLOAT}
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in _NUMBERS]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _form in _NUMBERS.items():
+    _StrictLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_form})$"), list("-+.0123456789")
+    )
 FLOAT_WITHOUT_POINT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_POINT, list("-+.0123456789"))

@@ -1,6 +1,7 @@
 """What the result of a run depends on, noted with its checkpoints and its end, and compared on resume."""
 
 import array
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -9,15 +10,17 @@ from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 
-from answers.user_files import code_of, user_files
-from errors import RunError
+from answers.user_files import LIBRARIES, OWN, code_of, user_files
+from errors import ROOT, RunError
 from problems.sources import GIVEN
 from reporting.files import MODEL_FILES, sha256_of
 from rewards import reward_name
 from running.parsing import without_gone, without_switches
 from running.settings import free_on_resume, names_with, resolved
 
-INPUTS = ("data", "held_out", "rewards", "start", "device", "world_size")  # beside the settings
+# beside the settings
+INPUTS = ("data", "held_out", "rewards", "reward_values", "start", "device", "world_size")
+CONSTANTS = (int, float, complex, str, bytes, type(None))
 
 
 def inputs_of(run, problems, held_out, start, policy, reward_functions=()):
@@ -32,6 +35,7 @@ def inputs_of(run, problems, held_out, start, policy, reward_functions=()):
         "data_before_2026_11_30": _older_fingerprint(problems),
         "held_out": data_fingerprint(held_out),
         "rewards": rewards_fingerprint(run.config, reward_functions),
+        "reward_values": values_fingerprint(run.config, reward_functions),
         "start": model_fingerprint(start) or getattr(policy.config, "_commit_hash", None),
         "device": run.device.type,
         "world_size": run.accelerator.num_processes,
@@ -86,6 +90,56 @@ def _source(function):
         return inspect.getsource(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):
         return ""
+
+
+def values_fingerprint(config, functions):
+    """sha256 over what the rewards that were given from Python take from around them: see `_held`."""
+    digest = hashlib.sha256()
+    for function, _ in functions if getattr(config, "reward", None) is None else ():
+        is_object = not inspect.isroutine(function) and not isinstance(function, partial)
+        held = _held(function.__call__ if is_object else function, set())
+        digest.update(json.dumps(held).encode())
+    return digest.hexdigest()
+
+
+def _held(value, seen):
+    """Constants as they are, and of the user's functions the text, defaults, and what they hold of the
+    globals and of the functions around them in turn. Of anything else its type: lists and other objects may
+    be what a function remembers, which changes while a run goes on.
+    """
+    if isinstance(value, CONSTANTS):
+        return repr(value)
+    if isinstance(value, tuple):
+        return [_held(one, seen) for one in value]
+    if isinstance(value, partial):
+        given = {name: _held(one, seen) for name, one in sorted(value.keywords.items())}
+        return [_held(value.func, seen), _held(value.args, seen), given]
+    if inspect.ismethod(value):
+        attributes = sorted(getattr(value.__self__, "__dict__", {}).items())
+        return [_held(value.__func__, seen), {name: _held(one, seen) for name, one in attributes}]
+    if not inspect.isfunction(value) or not _is_theirs(value) or id(value) in seen:
+        return f"{type(value).__name__} {getattr(value, '__qualname__', '')}"
+    seen.add(id(value))
+    around = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is still empty
+            around[name] = cell.cell_contents
+    around |= value.__kwdefaults__ or {}
+    held = {name: _held(one, seen) for name, one in sorted(around.items())}
+    return [_source(value), _held(value.__defaults__ or (), seen), held]
+
+
+def _is_theirs(function):
+    """Whether a function is neither a library's nor the project's, which belongs to the commit."""
+    room, file = (function.__module__ or "").partition(".")[0], function.__code__.co_filename
+    is_own = room in OWN and file.startswith(str(ROOT))
+    return not is_own and not file.startswith((*LIBRARIES, "<frozen"))
+
+
+def _names(code):
+    """The names that code looks up, comprehensions within it included."""
+    within = [const for const in code.co_consts if inspect.iscode(const)]
+    return {*code.co_names, *(name for one in within for name in _names(one))}
 
 
 def model_fingerprint(name):

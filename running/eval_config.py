@@ -237,12 +237,18 @@ class Config:
         object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
         trained |= saved_system_prompt(trained if self.system_prompt is None else {})
         is_other_data = self.dataset not in (None, trained.get("dataset"))
+        takes_lambda = self.m3po_lambda is None
         for field in dataclasses.fields(self):
             if is_other_data and field.name.endswith("_column"):  # see read_problems
                 continue
             if "from_training" in field.metadata and getattr(self, field.name) is None:
                 value = trained.get(field.name, field.metadata["from_training"])
                 object.__setattr__(self, field.name, value)
+        if self.m3po and takes_lambda and self.m3po_lambda == 0:
+            remedy = (
+                "the model was trained with m3po_lambda=0, at which paths hear nothing: give --m3po_lambda"
+            )
+            raise SettingError("m3po", True, remedy)
         is_evaluation = not any(getattr(self, name) for name in ASIDE)
         in_training = Path(self.dataset).is_file() and not is_other_data
         if is_evaluation and in_training and self.split != trained.get("split"):
@@ -258,8 +264,11 @@ class Config:
         check_prompting(self)
 
     def precision_on(self, device):
-        """The precision on a device: that a model was trained in fp16 is no reason to refuse the CPU."""
-        return "fp32" if self.takes_precision and device.type != "cuda" else self.precision
+        """What is computed in on a device: that a model was trained in fp16 is no reason to refuse the CPU,
+        that fp16 was asked for is.
+        """
+        is_refused = self.precision == "fp16" and not self.takes_precision
+        return self.precision if device.type == "cuda" or is_refused else "fp32"
 
     @property
     def sampling(self):

@@ -52,7 +52,9 @@ def held_out_accuracy(run, decoder, problems):
     }
 
 
-def complete_interacting(decoder, prompts, sampling, seed, indices=None, batch_rows=None):
+def complete_interacting(
+    decoder, prompts, sampling, seed, indices=None, batch_rows=None, must_be_finite=False
+):
     """Decode the G samples of each prompt as paths that interact; yields (index, G Completions).
 
     As in `decoder.complete`, whose draws these are, a completion depends on its prompt's index and `seed`.
@@ -67,5 +69,6 @@ def complete_interacting(decoder, prompts, sampling, seed, indices=None, batch_r
         batch = indices[start : start + at_once]
         draws = uniforms[batch].flatten(0, 1), True, keys[batch].flatten()
         rollout = decoder.rollout(prompts[start : start + at_once], sampling, *draws)
+        decoder.check_logp(rollout.logp, must_be_finite)
         completions = decoder.completions(rollout)
         yield from ((i, completions[n * G : (n + 1) * G]) for n, i in enumerate(batch))

@@ -10,6 +10,7 @@ from rewards import REWARD_SETS, load_reward, reward_name
 from running.settings import FIRST, HELP_GROUPS, TrainConfig, check, check_one_of, setting, settings_class
 from running.sft_config import warm_start_settings
 
+NO_WEIGHT = "have no weight but 0, which is for rewards that are only logged: give one a weight"
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 
 
@@ -232,6 +233,7 @@ def chosen_rewards(config):
     if config.reward_set == GIVEN:
         remedy = "the rewards of that run were: name yours by --reward FILE.py:function, or a reward_set"
         raise SettingError("reward_set", GIVEN, remedy)
+    check(config, "reward", lambda v: v is None or v, "must name at least one function, or be left out")
     pairs = REWARD_SETS[config.reward_set]
     try:
         if config.reward is not None:
@@ -240,10 +242,12 @@ def chosen_rewards(config):
         raise SettingError("reward", config.reward, str(error)) from error
     weights = config.reward_weights
     if weights is None:
+        check(config, "reward", lambda _: any(weight for _, weight in pairs), NO_WEIGHT)
         return pairs
     if any("=" in spec.rpartition(":")[2] for spec in config.reward or ()):
         raise SettingError("reward_weights", weights, f"the weights stand in reward={config.reward} already")
     if len(weights) != len(pairs) or not all(map(math.isfinite, weights)):
         names = [reward_name(function) for function, _ in pairs]
         raise SettingError("reward_weights", weights, f"must be one finite weight for each of {names}")
+    check(config, "reward_weights", any, NO_WEIGHT)
     return [(function, weight) for (function, _), weight in zip(pairs, weights, strict=True)]

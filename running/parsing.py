@@ -115,6 +115,18 @@ GONE = {  # settings of earlier versions, and the values with which a run was as
 }  # fmt: skip
 
 
+# Settings that may begin with ~, which a shell leaves as it is behind --output_dir= and never sees in a file
+PATHS = "model dataset output_dir system_prompt_file warm_start warm_start_cache reward answer_format".split()
+PATHS += ["questions", "save_jsonl", "compare"]
+
+
+def _at_home(value):
+    """A path, or each of a list, with the folder that ~ stands for; what is no path as it is."""
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 def _hint(name, hints):
     """Why a name is refused; a script that lacks a setting which its hint names says less."""
     if REFUSED[name] == M3PO_SWITCH and "m3po" in hints:
@@ -166,7 +178,8 @@ def named_and_typed(config_class, given, where):
         field = config_class.__dataclass_fields__[name]
         if value is None and field.default == "none":
             value = "none"
-        settings[name] = _typed(name, hints[name], value, _none_words(field))
+        value = _typed(name, hints[name], value, _none_words(field))
+        settings[name] = _at_home(value) if name in PATHS else value
     return without_switches(config_class, settings)
 
 

@@ -3,6 +3,7 @@
 import math
 import signal
 import sys
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from errors import Interrupted, NotFiniteError, RewardError, SettingError, Stopped, counted
+from errors import Interrupted, NotFiniteError, RewardError, RunError, SettingError, Stopped, counted
 from learning.learner import NOT_FINITE, renew_rates
 from learning.parallel import first_over_processes, max_over_processes, raise_on_all, shard, together
 from reporting.files import FINISHED, read_run_config
@@ -34,6 +35,7 @@ from running.progress import Progress
 from running.stop import TIME_IS_OVER, Stop
 
 TIME_LIMITS = ("max_minutes", "max_wall_minutes")
+_TURN = threading.Lock()  # of the one training that a process has at a time
 
 
 class Run:
@@ -59,6 +61,22 @@ class Run:
         self.time_used = 0.0  # the share of the run's minutes that is over, of both limits the larger
 
     def __enter__(self):
+        if self.outer is None and not _TURN.acquire(blocking=False):
+            raise RunError(
+                "another training goes on in this process, and would load, seed and set threads in the midst "
+                "of this one: wait for its end, or start each in a process of its own"
+            )
+        try:
+            return self._begin()
+        except BaseException:
+            self._let_others_run()
+            raise
+
+    def _let_others_run(self):
+        if self.outer is None:
+            _TURN.release()
+
+    def _begin(self):
         self.threads_before = torch.get_num_threads()
         self.accelerator = start_processes(self.config)
         with together():
@@ -69,6 +87,12 @@ class Run:
         return self
 
     def __exit__(self, kind, error, traceback):
+        try:
+            self._end(kind)
+        finally:
+            self._let_others_run()
+
+    def _end(self, kind):
         try:
             if kind is Stopped:
                 self.save_and_leave()

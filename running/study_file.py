@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,6 +190,12 @@ def read_study(path, train_config, start_config, start_settings, options):
     for name in ("name", "baseline", "treatment", "primary"):
         check(file, name, bool, f"is missing in {path}")
     check(file, "seeds arms evaluations", bool, f"is missing in {path}: give a list")
+    check(
+        file,
+        "name",
+        lambda v: v.strip(".") and Path(v).name == v,
+        "must be a name, and no path: it is its folder's",
+    )
     check(file, "seeds", lambda v: len(v) > 1, "an interval over seeds needs at least 2")
     check(file, "seeds", lambda v: len(set(v)) == len(v), f"seed {_repeated(file.seeds)} is there twice")
     check(file, "seeds", lambda v: all(0 <= s < 2**31 for s in v), "must be from 0 to 2147483647")
@@ -256,7 +263,8 @@ def _repeated(values):
 def _check_names(kind, names):
     """Names are those of files and folders, and each is there once."""
     for name in names:
-        if not name or not name.replace("-", "_").replace(".", "_").isidentifier():
+        is_above = not name.strip(".")  # .. is a folder's name, too
+        if is_above or not name.replace("-", "_").replace(".", "_").isidentifier():
             raise SettingError("name", name, f"of {kind}: must be letters, digits, _, - and .")
     if twice := _repeated(names):
         raise SettingError("name", twice, f"is there twice in {kind}: give each a name of its own")
@@ -352,6 +360,9 @@ def _completed(evaluation, base):
     if not other_data and Path(made.dataset).is_file() and made.split != base.split:
         what = f"of evaluation {made.name} is the one file that the runs train on: give another"
         raise SettingError("dataset", made.dataset, what)
+    if not other_data and made.split == base.split:
+        what = f"evaluation {made.name} asks split {made.split}, which the runs train on"
+        warnings.warn(f"{what}: its accuracy is not that on new problems", stacklevel=2)
     return made
 
 

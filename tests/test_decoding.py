@@ -296,6 +296,18 @@ def test_eos_is_the_union_of_tokenizer_config_and_generation_config(tokenizer):
     assert eos_token_ids(tokenizer, model) == sorted({tokenizer.eos_token_id, 7, 9, 11})
 
 
+def test_an_eos_that_is_a_usual_token_is_told(tokenizer, recwarn):
+    """A config that names none has transformers' own, 2 of Llama, say: completions ended on any `%`."""
+    model = build_model("llama", tokenizer)
+    token_tables(tokenizer, model)
+    assert not recwarn
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 7]
+    with pytest.warns(
+        UserWarning, match=r"name eos_token_id 7, which is the usual token '%'; completions end"
+    ):
+        token_tables(tokenizer, model)
+
+
 def test_a_model_whose_eos_ids_are_all_unknown_to_the_tokenizer_is_refused(tokenizer):
     model, other = build_model("llama", tokenizer), copy.deepcopy(tokenizer)
     model.config.eos_token_id, model.generation_config.eos_token_id, other.eos_token = (

@@ -375,6 +375,8 @@ def f(completions, **kwargs):
     torch.set_default_device("meta")
     torch.set_num_threads(3)
     torch.set_grad_enabled(False)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
     return list(range(len(completions)))
 """
 
@@ -382,7 +384,9 @@ def f(completions, **kwargs):
 def test_what_a_reward_changes_of_the_process_it_finds_again_and_the_run_does_not(
     fault_start, tmp_path, monkeypatch
 ):
-    """One that changed the directory ended the run, or moved its logs; another dtype broke the sampling."""
+    """One that changed the directory ended the run, or moved its logs; another dtype broke the sampling, and
+    products of float32 that are rounded to bf16 changed what the run learnt.
+    """
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     (tmp_path / "changes.py").write_text(CHANGES.format(folder=str(tmp_path / "there")))
@@ -395,3 +399,15 @@ def test_what_a_reward_changes_of_the_process_it_finds_again_and_the_run_does_no
     assert torch.get_default_dtype() == torch.float32
     assert (str(torch.get_default_device()), torch.get_num_threads()) == ("cpu", threads)
     assert torch.is_grad_enabled(), "a study's next warm start takes gradients"
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_products_that_a_reward_rounds_by_torch_s_newer_settings_are_the_run_s_again_too(monkeypatch):
+    """Whoever asks the older one after them gets a RuntimeError."""
+    monkeypatch.setattr(user_files, "_theirs", {})
+    for _ in range(2):
+        with user_files.in_their_process():
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_sft_train import encoded
 
 import grpo_eval
-from decoding.rollout import Completion
+from decoding.rollout import Completion, Sampling
 from errors import DataError, SettingError
 from reporting import evaluation
 from reporting.evaluation import skipped_record, summarise, told
@@ -27,6 +28,7 @@ from reporting.statistics import over_questions
 from rewards import math_equal
 from running.folder import save_model
 from small_models import build_model
+from solver import load_solver
 
 
 def record(strict, flexible):
@@ -219,6 +221,49 @@ def evaluate(saved, name, **kwargs):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_questions_that_were_trained_on_are_counted_whatever_their_file_is_called(saved, capsys):
+    """A copy of the training data was taken for new questions; those held out of it were never trained on."""
+    rows = [{"question": f"{n} pens", "answer": str(n)} for n in range(6)]
+    write_rows(saved / "train.jsonl", rows)
+    trained = {"dataset": str(saved / "train.jsonl"), "split": "train", "eval_problems": 2}
+    (saved / "model" / "run_config.yaml").write_text(json.dumps(trained))
+    write_rows(saved / "d" / "test.jsonl", [*rows, {"question": "7 pens", "answer": "7"}])
+    evaluate(saved, "a")
+    told = "note: 4 of 7 questions are among those that the model was trained on"
+    assert f"{told} ({saved}/train.jsonl, split train)" in capsys.readouterr().out
+    (saved / "train.jsonl").unlink()
+    evaluate(saved, "b")
+    assert "trained on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("m3po", [False, True])
+def test_answers_from_logits_that_are_not_finite_are_refused_and_in_a_run_told(
+    m3po, saved, tokenizer, monkeypatch
+):
+    """Weights that no token of the self-test reads were damaged, or a prompt passed fp16's range: the answers
+    were empty, counted as wrong, and nothing was said.
+    """
+    path, [unread] = saved / "model" / "model.safetensors", tokenizer("Z", add_special_tokens=False).input_ids
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][unread, 0] = math.inf
+    save_file(weights, path, metadata={"format": "pt"})
+    how = dict(m3po=m3po, num_samples=2, temperature=1.0)
+    evaluate(saved, "a", **how)
+    write_rows(saved / "d" / "test.jsonl", [{"question": f"{end} pens", "answer": "1"} for end in "YZ"])
+    if m3po:  # single paths are asked first, and say so, too
+        monkeypatch.setattr(
+            grpo_eval.LocalModel, "ask", lambda asked, indices, keep: [keep(i, []) for i in indices]
+        )
+    with pytest.raises(
+        SettingError, match="model=.*gives logits that are not finite: its weights are damaged"
+    ):
+        evaluate(saved, "b", **how)
+    decoder = load_solver(str(saved / "model")).decoder
+    with pytest.warns(UserWarning, match="not finite: .* damaged; some answers are not what the model says"):
+        decoder.complete([[unread]], Sampling(4))
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_an_evaluation_writes_its_report_and_every_completion(saved):
     report, folder = evaluate(saved, "a", num_samples=3, temperature=0.7)
     assert report["questions"] == 4
@@ -288,6 +333,21 @@ def test_paths_that_interact_are_evaluated_beside_single_ones(saved):
     assert unblended == rows, "the same draws"
     with pytest.raises(SettingError, match="paths need each other"):
         grpo_eval.Config(model=str(saved / "model"), m3po=True)
+    (saved / "model" / "run_config.yaml").write_text("m3po_lambda: 0.0\n")
+    with pytest.raises(
+        SettingError, match="m3po=True: the model was trained with m3po_lambda=0, at which paths h"
+    ):
+        grpo_eval.Config(model=str(saved / "model"), m3po=True, num_samples=4, temperature=1.0)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_reference_answers_that_nothing_can_match_are_counted(saved, capsys):
+    """A training said so; an evaluation counted every answer as wrong."""
+    rows = [{"question": f"{answer} pens", "answer": answer} for answer in ("1", "2\n3", "...")]
+    write_rows(saved / "d" / "test.jsonl", rows)
+    evaluate(saved, "a")
+    told = "note: 1 of 3 reference answers can never be right in answer_format=xml, such as '...'"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.slow

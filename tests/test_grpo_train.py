@@ -545,6 +545,15 @@ def test_deviations_of_rewards_are_logged_within_groups_and_over_all(tokenizer, 
     assert [metrics[name] for name in names] == [3.0, 0.125, 0.75, 0.5]
 
 
+@pytest.mark.parametrize(("rewards", "std"), [([NAN] * 8, NAN), ([NAN] * 7 + [3.0], 0.0)])
+def test_the_deviation_of_one_reward_is_0_and_of_none_unknown_and_torch_warns_of_nothing(
+    rewards, std, tokenizer, prompts, recwarn
+):
+    metrics = small_update(tokenizer, prompts[:2]).metrics(["a"] * 8, [True] * 8, rewards)
+    assert metrics["reward_std"] == pytest.approx(std, nan_ok=True)
+    assert not recwarn
+
+
 def test_undecided_answers_are_logged_apart_and_are_not_correct(tokenizer, prompts):
     small, right = small_update(tokenizer, prompts[:2], grading="math"), [True, None] + [False] * 6
     metrics = small.metrics(["a"] * 8, right, [1.0, NAN] + [0.0] * 6)

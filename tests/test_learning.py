@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -389,6 +391,28 @@ def test_the_policy_is_in_train_mode_without_dropout_and_its_adapters_are_those_
     ids = torch.arange(20).view(1, 20)
     assert made[0].training
     assert torch.equal(made[0](input_ids=ids).logits, made[0](input_ids=ids).logits)
+
+
+def test_threads_load_one_after_the_other(tokenizer, tmp_path, monkeypatch):
+    """transformers switches the drawing of weights off for all threads meanwhile: a whole model that was
+    loaded in the midst of another's loading `lacked` weights, and a new one would have had none.
+    """
+    save_model(build_model("llama", tokenizer), tokenizer, tmp_path / "m", torch.float32)
+    inside, together, load = [], [], AutoModelForCausalLM.from_pretrained
+
+    def slow(*args, **how):
+        inside.append(1)
+        together.append(len(inside))
+        time.sleep(0.1)
+        loaded = load(*args, **how)
+        inside.pop()
+        return loaded
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", slow)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(load_model, str(tmp_path / "m"), tokenizer, torch.float32, "cpu")
+    assert together == [1, 1]
 
 
 def test_a_loaded_model_remembers_the_dtype_it_came_in(tokenizer, tmp_path):

@@ -156,7 +156,7 @@ def test_an_unfinished_evaluation_of_when_there_was_bf16_is_gone_on_with(tmp_pat
     saved = resolved(grpo_eval.Config()) | {"answerer": "it"}
     del saved["precision"]
     (tmp_path / "answers-0.jsonl").write_text("{}\n")
-    asked = SimpleNamespace(folder=tmp_path, identity="it")
+    asked = SimpleNamespace(folder=tmp_path, identity="it", precision="bf16")
     (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(saved | {"bf16": False}))
     with pytest.raises(SettingError, match="precision 'fp32' there, 'bf16' here"):
         grpo_eval.begin(asked, grpo_eval.Config())
@@ -492,14 +492,14 @@ def computed_in(monkeypatch, kind, model, **given):
     return seen
 
 
-@pytest.mark.parametrize("line", ["precision: fp16\n", "precision: fp32\n", ""])
+@pytest.mark.parametrize("line", ["precision: fp16\n", "precision: fp32\n", "", "bf16: false\n"])
 def test_a_model_is_asked_in_what_it_was_trained_in(line, warm, tmp_path, monkeypatch):
     """Every model was asked in bf16, which rounds three bits of a model away that was trained in fp16."""
     model = tmp_path / "model"
     shutil.copytree(warm, model)
     saved = (model / "run_config.yaml").read_text()
     (model / "run_config.yaml").write_text(re.sub("(?m)^precision: .*\n", line, saved))
-    asked = {"precision: fp16\n": torch.float16, "precision: fp32\n": torch.float32, "": torch.bfloat16}[line]
+    asked = torch.float16 if "fp16" in line else torch.float32 if line else torch.bfloat16
     assert computed_in(monkeypatch, "cuda", model) == [asked] * 2
     assert computed_in(monkeypatch, "cpu", model) == [torch.float32] * 2
     assert computed_in(monkeypatch, "cuda", model, precision="bf16") == [torch.bfloat16] * 2
@@ -513,8 +513,10 @@ def test_a_model_that_was_trained_in_fp16_is_asked_on_a_cpu_and_fp16_by_name_is_
     saved = (model / "run_config.yaml").read_text()
     (model / "run_config.yaml").write_text(saved.replace("precision: bf16", "precision: fp16"))
     how = dict(model=str(model), dataset="arithmetic", limit=3, output_dir=str(tmp_path / "eval"))
-    report, _ = grpo_eval.evaluate(grpo_eval.Config(**how))
+    report, folder = grpo_eval.evaluate(grpo_eval.Config(**how))
     assert report["questions"] == 3
+    noted = settings_from_file(grpo_eval.Config, folder / "run_config.yaml")
+    assert noted["precision"] == "fp32", "what was computed in; as --config it is not refused here"
     with pytest.raises(SettingError, match=REFUSAL):
         grpo_eval.evaluate(grpo_eval.Config(**how, precision="fp16"))
 

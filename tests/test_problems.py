@@ -23,7 +23,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import AddedToken, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import errors
@@ -876,6 +885,14 @@ REMARKS = {
     "a think block": (CHAT_TEMPLATE + "<think>\n", ["inside a <think> block"]),
     "an empty block": (CHAT_TEMPLATE + "<reasoning></reasoning>", ["ends in </reasoning> already"]),
     "trimmed": (CHAT_TEMPLATE.replace("m['content']", "m['content'] | trim"), []),
+    "no header": (
+        CHAT_TEMPLATE.partition("{% if add")[0],
+        ["writes '<|im_start|>assistant' before an answer, and does not end a prompt with it"],
+    ),
+    "empty thoughts in answers": (
+        CHAT_TEMPLATE.replace("\n{{ m", "\n{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m"),
+        [],
+    ),
 }
 
 
@@ -1142,6 +1159,59 @@ def test_what_a_tokenizer_has_no_tokens_for_is_told():
         remarks = [remark for remark in asking.remarks(tiny, encoded) if "no tokens" in remark]
         assert len(remarks) == len(words)
         assert all(word in remark for word, remark in zip(words, remarks, strict=True))
+
+
+def normalized(tokenizer, normalizer):
+    """The tokenizer with another normalizer."""
+    made = copy_of(tokenizer, CHAT_TEMPLATE)
+    made.backend_tokenizer.normalizer = normalizer
+    return made
+
+
+def dropping(kept):
+    """A tokenizer of characters without a token for the unknown: it leaves out what it has not seen."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    raw.train_from_iterator([kept], trainers.BpeTrainer(special_tokens=special, show_progress=False))
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "question", "words"),
+    [
+        (lambda whole: whole, "How BIG is x² ? e\u0301", []),
+        (lambda whole: normalized(whole, normalizers.NFC()), "How BIG is x² ? e\u0301", []),
+        (
+            lambda whole: normalized(whole, normalizers.NFKC()),
+            "one x² ?",
+            ["1 of 1 prompts: 'ronex²?<|im_end|><|i' becomes 'ronex2?<|im_end|><|i'"],
+        ),
+        (
+            lambda whole: normalized(whole, normalizers.Lowercase()),
+            "Is x Big ?",
+            ["'>userIsxBig?<|im_end' becomes '>userisxbig?"],
+        ),
+        (lambda whole: dropping("<>/user asitn wreogc"), "one nine", ["keeps no line breaks"]),
+        (
+            lambda whole: dropping("user asitn wreogc"),
+            "one nine",
+            [
+                "keep '</reasoning>', '<reasoning>', '<answer>', '</answer>': no completion can",
+                "keeps no line",
+            ],
+        ),
+    ],
+)
+def test_what_a_tokenizer_does_not_give_back_is_told(made, question, words, tokenizer):
+    """One without a token for the unknown left the tags out, one in NFKC made x2 of x², without a note."""
+    tokenizer, asking = made(tokenizer), Prompting("xml", "")
+    encoded, _ = asking.encode(tokenizer, [Problem(question, "1")], 99)
+    remarks = asking.remarks(tokenizer, encoded)
+    assert len(remarks) == len(words), remarks
+    assert all(word in remark for word, remark in zip(words, remarks, strict=True)), remarks
 
 
 def test_what_is_set_and_no_prompt_reads_is_told(tokenizer):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,7 +24,7 @@ import grpo_train
 import sft_train
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Sampling
-from errors import DataError, SettingError, Stopped
+from errors import DataError, RunError, SettingError, Stopped
 from problems.problem import EncodedProblem, Problem
 from problems.sources import GIVEN, load_problems
 from reporting.files import read_run_config
@@ -228,7 +229,8 @@ def test_rewards_and_problems_can_be_given_from_python(kind, recipe_start, tmp_p
     """Instead of names, as TRL takes them; what is returned says where the model is."""
     settings = dict(batch_size=2, num_generations=2, num_steps=2, max_completion_length=8, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
-    weight, functions = (0.5, [(length_reward, 0.5)]) if kind == "Problems" else (1.0, length_reward)
+    functions = [(length_reward, np.float32(0.5))] if kind == "Problems" else length_reward
+    weight = 0.5 if kind == "Problems" else 1.0
     result = grpo_train.train(config, reward_functions=functions, dataset=rows_of(kind))
     assert result.folder == tmp_path
     assert result.metrics["step"] == 2
@@ -259,6 +261,26 @@ def test_a_run_in_a_thread_trains_and_leaves_signals_to_the_main_one(recipe_star
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_second_training_at_once_in_a_process_is_refused_and_one_after_it_is_not(recipe_start, tmp_path):
+    """Two threads loaded models in each other's midst: `lacks 1 of its weights`, of a whole model."""
+    settings = dict(batch_size=2, num_generations=2, num_steps=1, max_completion_length=8, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path / "a"), **settings)
+    other, refused = replace(config, output_dir=str(tmp_path / "b")), []
+
+    def begins_another(completions, **columns):
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(grpo_train.train, other, length_reward, rows_of("dicts"))
+        refused.append(second.exception())
+        return [1.0] * len(completions)
+
+    grpo_train.train(config, begins_another, rows_of("dicts"))
+    assert [type(error) for error in refused] == [RunError]
+    assert "another training goes on in this process" in str(refused[0])
+    with pytest.raises(SettingError, match="holds a run already"):  # which lets others run again, too
+        grpo_train.train(config, length_reward, rows_of("dicts"))
+    assert grpo_train.train(other, length_reward, rows_of("dicts")).metrics["step"] == 1
+
+
 def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left():
     """Which noted reward_set: grpo_m3po for them; the functions themselves are compared."""
     inputs = dict.fromkeys(INPUTS, "the same")
@@ -266,6 +288,61 @@ def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left(
     now = grpo_train.Config(reward_set=GIVEN)
     assert differences(now, then, inputs) == {}
     assert differences(now, then, inputs | {"rewards": "others"}) == {"rewards": ("the same", "others")}
+
+
+PAID = 1.0  # by a function of a reward's, which looks it up in a comprehension
+
+
+def paid_each(completions):
+    return [PAID for _ in completions]
+
+
+class Pays:
+    """A reward that is an object, with a constant and a memory."""
+
+    def __init__(self, paid):
+        self.paid, self.memory = paid, []
+
+    def __call__(self, completions, **columns):
+        self.memory.append(len(completions))
+        return [self.paid] * len(completions)
+
+
+def rewards_that_hold(default=1.0, around=1.0, attribute=1.0):
+    """Rewards whose text is the same, whatever they hold."""
+
+    def by_default(completions, paid=default, **columns):
+        return [paid] * len(completions)
+
+    def by_closure(completions, **columns):
+        return [around for _ in completions]
+
+    def by_global(completions, **columns):
+        return paid_each(completions)
+
+    made = {"__name__": None}
+    exec("def of_no_module(completions, **columns): return [1.0] * len(completions)", made)
+    return [by_default, by_closure, by_global, Pays(attribute), made["of_no_module"]]
+
+
+def test_rewards_from_python_may_not_hold_other_values_when_a_run_goes_on(
+    recipe_start, tmp_path, capsys, monkeypatch
+):
+    """Their text alone was compared: a run went on with its reward turned round, without a word."""
+    settings = dict(batch_size=2, num_generations=2, num_steps=1, max_completion_length=8, eval_every=0)
+    config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
+    train = partial(grpo_train.train, dataset=rows_of("dicts"))
+    remembers = rewards_that_hold()
+    train(config, remembers)
+    for rewards in (remembers, rewards_that_hold()):
+        train(replace(config, resume=True), rewards)
+        assert "nothing is left to do" in capsys.readouterr().out
+    for changed in ("default", "around", "attribute"):
+        with pytest.raises(SettingError, match="written by another run: reward_values '.*' there"):
+            train(replace(config, resume=True), rewards_that_hold(**{changed: -1.0}))
+    monkeypatch.setitem(globals(), "PAID", -1.0)
+    with pytest.raises(SettingError, match="written by another run: reward_values"):
+        train(replace(config, resume=True), rewards_that_hold())
 
 
 @pytest.mark.parametrize(
@@ -296,6 +373,18 @@ def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left(
             dict(num_processes=2),
             SettingError,
             "num_processes=2: a call from Python starts none: .* torchrun --nproc_per_node 2",
+        ),
+        (
+            dict(reward_functions=[(length_reward, float("nan"))]),
+            {},
+            SettingError,
+            "has the weight nan: give a fin",
+        ),
+        (
+            dict(reward_functions=[(length_reward, 0.0)]),
+            {},
+            SettingError,
+            "have no weight but 0, .* only logged",
         ),
         (dict(reward_functions=(length_reward, 0.5)), {}, SettingError, "=0.5: is neither a function"),
         (

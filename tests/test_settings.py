@@ -21,6 +21,7 @@ from grpo_train import Config
 from problems.prompts import template_kwargs
 from problems.sources import GIVEN, load_problems
 from reporting import page
+from reporting.files import yaml_text
 from running.launching import named_files
 from running.parsing import (
     REFUSED,
@@ -289,6 +290,8 @@ def test_the_page_shows_settings_that_exist():
         ("--reward nothing.py:f", ["nothing.py"]),
         ("--reward_weights 1", ["reward_weights", "correctness_reward", "format_reward"]),
         ("--reward_weights 1 none", ["reward_weights", "none stands alone"]),
+        ("--reward_weights 0 0", ["reward_weights=[0.0, 0.0]", "have no weight but 0", "give one a weight"]),
+        ("--reward rewards.py:int_reward=0", ["reward=['rewards.py:int_reward=0']", "have no weight but 0"]),
         ("--chat_template_kwargs {", ["chat_template_kwargs", "JSON"]),
         ("--system_prompt_file /nothing", ["system_prompt_file", "cannot be read"]),
         ("--batch 3", ["--batch", "did you mean batch_size?"]),
@@ -349,6 +352,7 @@ def test_flags_are_read_in_all_their_spellings(flags, settings):
         ("- 1\n", ["key: value"]),
         ("lr_scheduler_type: cosin\n", ["lr_scheduler_type='cosin'", "cosine"]),
         ("reward_weights: [a, b]\n", ["reward_weights='a'"]),
+        ("reward: []\n", ["reward=[]", "must name at least one function"]),
         ("a: [\n", ["config="]),
     ],
 )
@@ -369,6 +373,36 @@ def test_yaml_reads_5e_6_as_a_number_and_flags_win_over_it(tmp_path):
     assert (config.learning_rate, config.model, config.save_every, config.epsilon_high) == (5e-6, "n", 5, 1.0)
     assert (config.gradient_checkpointing, config.reward) == ("on", ["rewards.py:int_reward"])
     assert template_kwargs(config) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("value", ["010", "1:30", "1:30.5", "08", "0_1"])
+def test_what_yaml_1_1_reads_as_another_number_is_refused(value, tmp_path):
+    """batch_size: 010 was 8, and max_minutes: 1:30 was 90."""
+    (tmp_path / "c.yaml").write_text(f"max_minutes: {value}\n")
+    with pytest.raises(SettingError, match=f"max_minutes='{value}': must be float"):
+        settings_from_file(Config, tmp_path / "c.yaml")
+    numbers = "batch_size: 0x10\nnum_steps: 1_000\nbeta: .5\nmax_prompt_length: +7\nm3po_lambda: 0\n"
+    (tmp_path / "c.yaml").write_text(numbers)
+    assert list(settings_from_file(Config, tmp_path / "c.yaml").values()) == [16, 1000, 0.5, 7, 0.0]
+    saved = yaml_text({"run_name": value})
+    (tmp_path / "c.yaml").write_text(saved)
+    assert settings_from_file(Config, tmp_path / "c.yaml") == {"run_name": value}
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    """No shell sees it in a file or behind --output_dir=: the run went into a folder named ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text(
+        "def pays(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    config = parse_config(
+        Config, ["--output_dir=~/runs/a", "--model=~/model", "--reward", "~/mine.py:pays=0.5"]
+    )
+    assert (config.output_dir, config.model) == (f"{tmp_path}/runs/a", f"{tmp_path}/model")
+    assert config.reward == [f"{tmp_path}/mine.py:pays=0.5"]
+    assert Config(dataset="~/a.jsonl", system_prompt="~ </reasoning>").dataset == f"{tmp_path}/a.jsonl"
+    evaluation = grpo_eval.Config(compare=["~/a", "b~"], output_dir="~/runs")
+    assert (evaluation.compare, evaluation.output_dir) == ([f"{tmp_path}/a", "b~"], f"{tmp_path}/runs")
 
 
 def test_every_shipped_config_is_read(monkeypatch):

@@ -141,7 +141,9 @@ def test_questions_asked_by_messages_are_asked_and_kept_as_messages(
     config = parse_config(grpo_eval.Config, [*flags.split(), "--max_completion_length", "4"])
     asked, solver = [], load_solver(str(recipe_run), max_completion_length=4)
     real = solver.decoder.complete
-    monkeypatch.setattr(solver.decoder, "complete", lambda ids, *rest: asked.extend(ids) or real(ids, *rest))
+    monkeypatch.setattr(
+        solver.decoder, "complete", lambda ids, *rest, **how: asked.extend(ids) or real(ids, *rest, **how)
+    )
     monkeypatch.setattr(grpo_eval, "load_solver", lambda *args, **kwargs: solver)
     grpo_eval.answer(config)
     assert solver.decoder.tokenizer.decode(asked[0]).count("Be short, </reasoning>.") == 1

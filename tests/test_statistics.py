@@ -175,6 +175,25 @@ def test_a_comparison_tells_what_changed_and_how_sure_that_is(tmp_path):
     assert "20 questions gained, 4 lost" in text
 
 
+def test_a_comparison_says_where_not_all_was_computed_in_one_precision(tmp_path):
+    """By default each model is asked in what it was trained in, and its start in bf16."""
+    a, b, c = (
+        write(tmp_path / name, [0, 1], precision=how)
+        for name, how in zip("abc", ("bf16", "fp16", "bf16"), strict=True)
+    )
+    server, older = (
+        write(tmp_path / "server", [0, 1], precision="fp32", api="http://x"),
+        write(tmp_path / "o", [0, 1]),
+    )
+    told = (
+        "not all was computed in one precision, a in bf16, b in fp16; part of the difference may be rounding"
+    )
+    assert told in compare([a, b])[0].lower()
+    assert "one precision, a and 1 more in bf16 and fp16, c in bf16;" in compare([f"{a},{b}", c])[0]
+    for other in (c, server, older):
+        assert "precision" not in compare([a, other])[0]
+
+
 def test_seeds_of_a_side_widen_the_interval_and_change_the_words(tmp_path):
     draw = np.random.default_rng(0)
     sides = []

@@ -172,6 +172,11 @@ BAD = {
         {"warm_start": {"num_step": 3}},
         "num_step=3: no such setting",
     ),
+    "a name of the folder above": (
+        {"arms": [GRPO, {"name": "..", "settings": {"m3po_lambda": 0.2}}, M3PO]},
+        r"name='\.\.': of arms: must be letters",
+    ),
+    "a study's name that is a path": ({"name": "../other"}, "name='../other': must be a name, and no path"),
     "a name that is no folder's": ({"arms": [GRPO, {"name": "a/b"}]}, "name='a/b': of arms: must be letters"),
 }
 
@@ -180,6 +185,15 @@ BAD = {
 def test_what_cannot_be_studied_is_refused_in_one_line_and_nothing_is_written(changes, line, tmp_path):
     assert re.search(line, refusal(tmp_path, **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_questions_of_the_split_that_is_trained_on_are_told(tmp_path, recwarn):
+    read(tmp_path)
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match="evaluation mean2 asks split train, which the runs train on: its acc"
+    ):
+        read(tmp_path, evaluations=[{**MEAN, "split": "train"}])
 
 
 def test_a_repeated_key_of_the_file_is_refused(tmp_path):
