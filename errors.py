@@ -86,6 +86,13 @@ def counted(number, noun, form=""):
     return f"{number:{form}} {noun if number == 1 else plural}"
 
 
+def sized(count):
+    """Bytes to read: `830 kB`, `12.3 MB`, `5.93 GB`."""
+    power = min(3, max(1, (len(str(int(count))) - 1) // 3))
+    value = count / 1000**power
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {'kB MB GB'.split()[power - 1]}"
+
+
 class SettingError(ValueError):
     """A bad setting: the line names the field, its value and what would do."""
 

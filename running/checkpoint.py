@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from errors import NoRoomError, RunError, SettingError, counted, one_line
+from errors import NoRoomError, RunError, SettingError, counted, one_line, sized
 from learning.memory import checkpoint_bytes
 from learning.models import merged_state
 from learning.parallel import first_over_processes, raise_on_all, together, whole
@@ -45,7 +45,7 @@ class Checkpoints:
         needed = checkpoint_bytes(self.learner.policy, self.learner.reference, self.config.moment_bytes)
         with together():
             if self.is_main and needed > (free := shutil.disk_usage(self.folder).free):
-                sizes = f"{needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free in {self.folder}"
+                sizes = f"{sized(needed)}, {sized(free)} are free in {self.folder}"
                 raise SettingError("save_every", self.config.save_every, f"a checkpoint needs {sizes}")
 
     def save(self):
@@ -70,7 +70,7 @@ class Checkpoints:
             needed = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
             free = shutil.disk_usage(self.folder).free
             reason = getattr(error, "strerror", None) or one_line(error)
-            sizes = f"it needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            sizes = f"it needs {sized(needed)}, {sized(free)} are free"
             return f"could not save checkpoint-{step} ({reason}): {sizes}; earlier ones are whole"
         return None
 

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from statistics import fmean
 
-from errors import SettingError, counted
+from errors import SettingError, counted, sized
 from learning.models import size_of
 from running.study import ENDED, read_json, read_note
 
@@ -48,7 +48,7 @@ def disk_bytes(study, questions, processes=1):
 def refuse_little_disk(study, needed):
     free = shutil.disk_usage(_there(study.folder)).free
     if needed > free:
-        sizes = f"the study needs {needed / 1e9:.2f} GB there, {free / 1e9:.2f} GB are free"
+        sizes = f"the study needs {sized(needed)} there, {sized(free)} are free"
         raise SettingError("output_dir", str(study.folder), f"{sizes}: give another disk")
 
 
@@ -121,5 +121,5 @@ def plan_lines(study, questions, seconds, needed, processes):
     minutes = math.ceil(10 * time / 60 / processes) / 10
     lines.append(f"time: {minutes:.1f} minutes{beside} for what is left, from {seconds.source}")
     stays, going = needed
-    lines.append(f"disk: {stays / 1e9:.2f} GB that stay, and {going / 1e9:.2f} GB while runs go on")
+    lines.append(f"disk: {sized(stays)} that stay, and {sized(going)} while runs go on")
     return lines

@@ -36,7 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from answers.user_files import code_of, user_files
 from decoding.building import start_compile_workers
-from errors import RunError, SettingError, counted
+from errors import RunError, SettingError, counted, sized
 from learning.device import choose_device, cpu_threads
 from learning.models import fingerprint
 from learning.parallel import is_first_of_node, of_first_of_node, refuse_unlike, together
@@ -234,9 +234,7 @@ def _send(folder, files, copy):
     with together():
         if problem:
             needed = sum(size for size, _ in files.values())
-            raise RunError(
-                f"{copy}: {problem.strerror}; {needed / 1e9:.2f} GB of the first node are copied there"
-            )
+            raise RunError(f"{copy}: {problem.strerror}; {sized(needed)} of the first node are copied there")
 
 
 def _append(copy, name, data):

@@ -26,7 +26,7 @@ from decoding.controls import LIKELIEST, Strangers, row_keys
 from decoding.decoder import GroupDecoder
 from decoding.rollout import Rollout, Sampling, rollout_uniforms
 from decoding.tokens import end_answers_on
-from errors import Interrupted, SettingError, counted, is_out_of_memory, one_line
+from errors import Interrupted, SettingError, counted, is_out_of_memory, one_line, sized
 from learning.device import choose_device
 from learning.learner import make_learner
 from learning.memory import checkpoint_bytes, free_memory, row_lengths
@@ -395,12 +395,12 @@ def _check_checkpoints(said, model):
         ) from error
     free, copies = shutil.disk_usage(folder).free, (config.keep_checkpoints or 1) + 1
     seconds = size / rate
-    written = f"{size / 1e9:.2f} GB, {seconds:.0f} s at {rate / 1e6:.0f} MB/s"
+    written = f"{sized(size)}, {seconds:.0f} s at {rate / 1e6:.0f} MB/s"
     grace = f"a job needs about {2 * seconds + 30:.0f} s of grace"
-    kept = f"{copies} of them take {copies * size / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+    kept = f"{copies} of them take {sized(copies * size)}, {sized(free)} are free"
     said.say("a checkpoint", f"{written}: {grace}; {kept}")
     if config.save_every and copies * size > free:
-        remedy = f"{copies * size / 1e9:.1f} GB of checkpoints do not fit into {free / 1e9:.1f} GB"
+        remedy = f"{sized(copies * size)} of checkpoints do not fit into {sized(free)}"
         raise SettingError("keep_checkpoints", config.keep_checkpoints, remedy)
 
 

@@ -173,7 +173,7 @@ def test_a_disk_that_does_not_take_the_copy_is_one_line(tmp_path, second_of_two)
     (first / "config.json").write_text("x")
     second_of_two(first)
     (tmp_path / "spare").write_text("a file is in the way")
-    with pytest.raises(launching.RunError, match="GB of the first node are copied there"):
+    with pytest.raises(launching.RunError, match="kB of the first node are copied there"):
         folder_of_first("out", tmp_path / "spare").__enter__()
 
 

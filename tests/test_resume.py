@@ -1238,7 +1238,7 @@ def test_a_full_disk_says_what_it_needs_and_leaves_the_earlier_checkpoint_whole(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    why = r"\(No space left on device\): it needs .* GB, .* GB are free; earlier ones are whole"
+    why = r"\(No space left on device\): it needs \S+ [kMG]B, \S+ [kMG]B are free; earlier ones are whole"
     with pytest.raises(RunError, match=f"could not save checkpoint-3 {why}"):
         grpo_train.train(settings_of(start, cut, resume=True))
     assert damage(cut / "checkpoint-2") is None
@@ -1250,7 +1250,9 @@ def test_too_little_disk_is_refused_before_the_first_step(start, tmp_path, monke
     monkeypatch.setattr(
         checkpoint.shutil, "disk_usage", lambda path: type(usage)(usage.total, usage.total - 1000, 1000)
     )
-    with pytest.raises(SettingError, match=r"save_every=1: a checkpoint needs 0\.00 GB, 0\.00 GB are free"):
+    with pytest.raises(
+        SettingError, match=r"save_every=1: a checkpoint needs \d+(\.\d+)? [kM]B, \S+ kB are free"
+    ):
         grpo_train.train(settings_of(start, tmp_path / "out"))
     assert (tmp_path / "out" / "metrics.jsonl").exists() is False
 
