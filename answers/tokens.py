@@ -64,6 +64,7 @@ WRAPPERS = (
     ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"),
     ('"', '"'), ("“", "”"), ("``", "''"),
 )  # fmt: skip
+MOST_WRAPPERS = 20  # one around the other; each is a pass over the text
 
 NUMBER = r"\d+(?:\.\d+)?|\.\d+"
 GROUPED = r"\d{1,3}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
@@ -137,7 +138,7 @@ def _normal(char):
 def without_wrapping(text):
     """Without a box or the like of math's dollars around the whole, and one closing full stop."""
     text = text.strip().removeprefix("=").strip()
-    while True:
+    for _ in range(MOST_WRAPPERS):
         before = text
         for opening, closing in WRAPPERS:
             if not (text.startswith(opening) and text.endswith(closing) and len(text) > 2 * len(opening)):
@@ -151,7 +152,8 @@ def without_wrapping(text):
         text = INNER_MATH.sub(r" \1 ", text)
         text = re.sub(r"(?<![.\\])\.(\$?)$|(?<!\\)\\$", r"\1", text).strip()  # and what is left of `\ `
         if text == before:
-            return text
+            break
+    return text
 
 
 def _balanced(text):

@@ -285,6 +285,9 @@ UNDECIDED = [
     ("9^{9^9},1", "1,9^{9^9}+1"),
     ("(9^{9^9},1)", "(9^{9^9}+1,1)"),
     ("100r!+1", "100!+1"),  # the gamma function to 2,000 bits took half a second
+    ("|9^{9^9}|", "9^{9^9}"),  # these two raised TypeError
+    (r"\lfloor 9^{9^9}\rfloor", "9"),
+    (r"\lcm(" + ",".join(f"1e4200+{n}" for n in range(1, 300, 2)) + ")", "42"),  # took 4 s
 ]
 
 
@@ -334,6 +337,18 @@ def test_a_sum_with_a_number_that_python_cannot_show_is_a_wrong_answer(answer):
     """One of 4,301 digits raised ValueError, which ended a run: any sampled answer may hold it."""
     assert math_equal(answer, "12") is math_equal("1+x", answer) is False
     assert math_equal("1e4299+0", "1e4299") is True
+
+
+def test_a_root_whose_index_is_tiny_is_bounded_as_a_power_is():
+    """It took 12 s, and no timeout ended it."""
+    assert math_equal(r"2^{\sqrt[1/(1e4000)]{1e4000}}", "4") is False
+    assert math_equal(r"2^{\sqrt[1/(1e4000)]{x}}", "4") is not True
+
+
+def test_a_pole_of_the_factorial_has_no_value_and_ends_nothing():
+    """The gamma function raised ValueError for a negative integer that was a float."""
+    for pole in (r"\binom{1/\infty}{2}", "(1/\\infty-1)!", r"\binom{0\pi}{2}"):
+        assert math_equal(pole, "42") is False
 
 
 @pytest.mark.parametrize("thing", [None, 5, ["5"]])

@@ -421,6 +421,8 @@ HOSTILE = {
     "wide gap": lambda n: "1" + " " * n + "2",
     "words": lambda n: "half " * n + "5",
     "stars": lambda n: "*" * n + "5",
+    "apostrophes": lambda n: "5" + "'" * n,
+    "boxes around boxes": lambda n: "\\boxed{" * (n // 8) + "5 cm^2" + "}" * (n // 8),
 }
 READERS = {
     "number": parse_number,
