@@ -423,4 +423,6 @@ def _worded(tokens, depth):
     words = " ".join(values).lower()
     if words in ("infinity", "pi"):
         return None
+    if words in ("negative infinity", "minus infinity"):
+        return "expression", ("negate", ("infinity",)), {}
     return REALS if words in ("all real numbers", "all reals", "real numbers") else ("words", words)

@@ -55,30 +55,34 @@ TEXTS = {
 FONTS = {"mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm", "pmb", "underline"}
 ACCENTS = {"overline", "bar", "vec", "hat", "overrightarrow", "tilde", "mathbb", "mathcal", "widehat", "dot"}
 BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", "langle": "rangle"}
-SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
+SAME_SIGN = {"+/-": "pm", "**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
 OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
 RUPEES = re.compile(r"\bRs\.? ?(?=\}? ?\d)")
 INNER_MATH = re.compile(r"(?<!\\)\$(?=\S)([^$]*[^$\s\\])\$(?!\d)")  # $x=3$ or $x=5$, but not $5 or $6
 # around a whole answer: dollars of mathematics, Markdown, quotation marks
 WRAPPERS = (
     ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"),
-    ('"', '"'), ("“", "”"), ("``", "''"),
+    ('"', '"'), ("“", "”"), ("``", "''"), ("'", "'"), ("‘", "’"),
 )  # fmt: skip
+LEADING = re.compile(r"\A\s*(?:=|∴|⇒|\\(?:therefore|implies|[Rr]ightarrow)(?![a-zA-Z]))")
 MOST_WRAPPERS = 20  # one around the other; each is a pass over the text
 
 NUMBER = r"\d+(?:\.\d+)?|\.\d+"
-GROUPED = r"\d{1,3}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
+GROUPED = (
+    r"[1-9]\d{0,2}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
+)
 LEXEMES = re.compile(
     rf"(?P<repeating>(?:\d*)\.(?:\d*)\\(?:overline|bar|dot)\s?\{{\d+\}})"
-    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.,])\d{{1,3}}(?:,\d{{3}})+(?![\d,])(?:\.\d+)?)"
+    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.])(?<!(?<!\\),)[1-9]\d{{0,2}}(?:,\d{{3}})+(?![\d,])(?:\.\d+)?)"
+    r"|(?P<digits>(?<![\da-zA-Z])[\dA-F]*(?:\d[A-F]|[A-F]\d)[\dA-F]*(?=\}?_\{?1[1-6](?!\d)))"
     rf"|(?P<scientific>(?:{NUMBER})[eE](?:-?\d+|\+\d{{2,3}})(?![a-zA-Z\d]))|(?P<number>{NUMBER})"
-    r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?)"
+    r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?|(?<=[\d}])\^(?:\{o\}|o(?![a-zA-Z])))"
     r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"
     r"|(?P<unseen>\\(?:[hv]space\*?|(?:text)?color)\s?\{[^{}]*\}|\^\{\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\})"
     r"|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
     r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)"
     r"|(?P<half_day>[aApP]\.\s?[mM]\.?(?![a-zA-Z]))|(?P<word>[a-zA-Z]{2,}'[a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
-    r"|(?P<sign><=|>=|!=|\*\*|\.\.\.|.)",
+    r"|(?P<sign>\+/-|<=|>=|!=|\*\*|\.\.\.|.)",
     re.DOTALL,
 )
 
@@ -137,7 +141,7 @@ def _normal(char):
 
 def without_wrapping(text):
     """Without a box or the like of math's dollars around the whole, and one closing full stop."""
-    text = text.strip().removeprefix("=").strip()
+    text = LEADING.sub("", text).strip()
     for _ in range(MOST_WRAPPERS):
         before = text
         for opening, closing in WRAPPERS:
@@ -150,7 +154,7 @@ def without_wrapping(text):
         if box and _balanced(box[1]):
             text = box[1].strip()
         text = INNER_MATH.sub(r" \1 ", text)
-        text = re.sub(r"(?<![.\\])\.(\$?)$|(?<!\\)\\$", r"\1", text).strip()  # and what is left of `\ `
+        text = re.sub(r"(?<![.\\])[.。．](\$?)$|\\+$", r"\1", text).strip()  # and what is left of `\ `
         if text == before:
             break
     return text
@@ -210,6 +214,8 @@ def _token(match):
         return "environment", f"{match['edge']} {match['env'].rstrip('*')}"
     if match["degree"]:
         return "command", "deg"
+    if match["digits"]:
+        return "number", raw
     if match["grouped"]:
         return "number", re.sub(r"[^\d.]", "", raw)
     if match["half_day"]:

@@ -202,6 +202,16 @@ ALSO_SAME = [
     (r"-\frac12\%", "-0.5"), ("-10°", "-10"), ("5 > y", "y < 5"), (r"\frac{y-3}{2}=x", "y=2x+3"),
     ("|x-5|", r"\sqrt{(5-x)^2}"), ("y-2^x=0", "y=2^x"), (r"\max(x,5)", r"\frac{x+5+|x-5|}{2}"),
     (r"\ln(x-9)+\ln 2", r"\ln(2x-18)"), ("2^{2^n}", "4^{2^{n-1}}"),
+    ("0,100", r"\{0,100\}"), (r"\$\,58,500", "58500"), (r"\text{The answer is }-1", "-1"), ("42。", "42"),
+    (r"\frac12\\", "0.5"), ("'east'", "east"), ("‘B’", r"\text{(B)}"), ("(e)", r"\text{(E)}"),
+    ("(i)", r"\text{(I)}"),
+    (r"\therefore x = 5", "5"), ("⇒ 5", "5"), (r"\implies \frac12", "0.5"), ("5 (cm)", "5"),
+    (r"6\sqrt2 (km/h)", r"6\sqrt2"),
+    (r"2 +/- \sqrt3", r"2 \pm \sqrt3"), ("60^o", "60"), (r"\sin 30^{o}", "0.5"),
+    ("minus infinity", r"-\infty"),
+    (r"4\operatorname{cis} 30^\circ", r"2\sqrt3+2i"), (r"\text{cis}\frac\pi2", "i"), ("2A_{16}", "42"),
+    (r"\text{A2}_{16}", "162"), ("1B_12", "23"), ("5 hp", "5"), ("60 rpm", "60"), ("3 wk", "3 weeks"),
+    ("5 kr", "5"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
@@ -274,6 +284,15 @@ ALSO_OTHER = [
     ("5 mille", "5"), ("5 douzaines", "5"), ("mehr als 5", "5"), ("nicht 5", "5"), ("5 oder mehr", "5"),
     ("5 einhalb", "5"), ("moins 5", "5"), ("超过5", "5"), ("5 fives", "5"), ("|x^2-1|", "x^2-1"),
     (r"\max(x,-5)", "x"), (r"\min(x,10)", "x"), ("|xy|", "xy"), ("|ab|", "-ab"),
+    ("0,100", "100"), ("0{,}125", "125"), (r"0,\!125", "125"), ("1{,}000", "1.000"),
+    (r"\text{profit}-5", "-5"),
+    (r"\text{The answer is not }-1", "-1"), (r"5\text{ minus }-1", "-1"), ("'5' or '6'", "5"), ("5'6", "5"),
+    (r"1 \implies 5", "5"), (r"\Rightarrow 5 = 6", "5"), ("5 (mm)", "5 (cm)"), ("5 (ab)", "5"),
+    ("5 (cm) + 1", "5"),
+    ("1 +/- 2", "3"), ("x^o", "x"), ("60^o", "60^0"),
+    (r"\operatorname{cis} 30", r"\operatorname{cis} 30^\circ"),
+    ("2A_{16}", "2A_{15}"), ("2G_{16}", "42"), ("2a_{12}", "34"), ("2A_8", "26"), ("2wk", "2"), ("2kr", "2"),
+    ("(e)", r"\text{(C)}"),
 ]  # fmt: skip
 
 
