@@ -191,6 +191,7 @@ class Reader:
                 if was_slash and not self.next().spaced:
                     raise NotUnderstood  # 1/2x
                 factors.append(self.factor(factors[-1]))
+                was_slash = False
             else:
                 return _product(factors)
             if slashes > DEEPEST:

@@ -35,6 +35,7 @@ SAME_COMMAND = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "infin": "infty",
     "varnothing": "emptyset", "leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge",
     "lt": "<", "gt": ">", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "times": "cdot",
+    "lparen": "(", "rparen": ")",
     "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
@@ -74,7 +75,7 @@ GROUPED = (
 LEXEMES = re.compile(
     rf"(?P<repeating>(?:\d*)\.(?:\d*)\\(?:overline|bar|dot)\s?\{{\d+\}})"
     rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.])(?<!(?<!\\),)[1-9]\d{{0,2}}(?:,\d{{3}})+(?![\d,])(?:\.\d+)?)"
-    r"|(?P<digits>(?<![\da-zA-Z])[\dA-F]*(?:\d[A-F]|[A-F]\d)[\dA-F]*(?=\}?_\{?1[1-6](?!\d)))"
+    r"|(?P<digits>(?<![\da-zA-Z])(?=\d*[A-F])(?=[A-F]*\d)[\dA-F]++(?=\}?_\{?1[1-6](?!\d)))"
     rf"|(?P<scientific>(?:{NUMBER})[eE](?:-?\d+|\+\d{{2,3}})(?![a-zA-Z\d]))|(?P<number>{NUMBER})"
     r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?|(?<=[\d}])\^(?:\{o\}|o(?![a-zA-Z])))"
     r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"

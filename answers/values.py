@@ -151,9 +151,10 @@ def is_near(tree, decimal, budget):
 
 
 def _in_ratio(one, two, point, budget):
-    """Whether one(p) two(q) = one(q) two(p), none of them 0."""
+    """Whether one(p) two(q) = one(q) two(p), neither of them 0 at p."""
     pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
-    return same_value(*pair, budget) and not same_value(_at(one, point), ("number", Fraction(0)), budget)
+    is_zero = any(same_value(_at(tree, point), ("number", Fraction(0)), budget) for tree in (one, two))
+    return not is_zero and same_value(*pair, budget)
 
 
 def _times(a, b):

@@ -211,7 +211,7 @@ ALSO_SAME = [
     ("minus infinity", r"-\infty"),
     (r"4\operatorname{cis} 30^\circ", r"2\sqrt3+2i"), (r"\text{cis}\frac\pi2", "i"), ("2A_{16}", "42"),
     (r"\text{A2}_{16}", "162"), ("1B_12", "23"), ("5 hp", "5"), ("60 rpm", "60"), ("3 wk", "3 weeks"),
-    ("5 kr", "5"),
+    ("5 kr", "5"), (r"\lparen 1,2\rparen", "(1,2)"), ("1/2 n(n+1)", r"\frac{n^2+n}{2}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
@@ -292,7 +292,8 @@ ALSO_OTHER = [
     ("1 +/- 2", "3"), ("x^o", "x"), ("60^o", "60^0"),
     (r"\operatorname{cis} 30", r"\operatorname{cis} 30^\circ"),
     ("2A_{16}", "2A_{15}"), ("2G_{16}", "42"), ("2a_{12}", "34"), ("2A_8", "26"), ("2wk", "2"), ("2kr", "2"),
-    ("(e)", r"\text{(C)}"),
+    ("(e)", r"\text{(C)}"), (r"\sin x = 1", "x=x"), ("x^2=5", "x^2-1=(x-1)(x+1)"), ("y=2x+3", "y+x=x+y"),
+    ("x+y<3", "x+y<x+y"),
 ]  # fmt: skip
 
 

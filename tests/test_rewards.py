@@ -1317,6 +1317,9 @@ def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch
     assert right_answers([text, "42"], ["42", "42"], config.answer_format) == [True, False]
     assert correctness_reward(None, [text], ["42"], config.answer_format) == [2.0]
     assert format_reward([text, ""], config.answer_format) == [0.2, 0.0]
+    spaced = ["RESULT[ 42 ]", "RESULT[ north ]"]  # text that is no number was paid nothing
+    assert correctness_reward(None, spaced, ["42", "north"], config.answer_format) == [2.0, 2.0]
+    assert extract_answer("RESULT[ ... ]", config.answer_format) is None
     assert grpo_eval.Config(model="tiny", answer_format=config.answer_format).answer_format
     assert code_of(config) == [("answer_format", str(tmp_path / "own.py"))]
     before = rewards_fingerprint(config, [])
