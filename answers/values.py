@@ -18,6 +18,7 @@ WIDEST = 2_000  # bits between the largest and the smallest number of a pair: on
 WORK_A_SECOND = 1_000_000  # of functions that are computed, the bits of each: what a slow core does at least
 # Sizes of the unknowns: 1 or so, then far above and below the numbers of an answer, where |x-5| is not 5-x.
 POINTS = 7
+MORE_POINTS = 16  # from -12 to 12, where a sign or a branch might change between the others
 SURE = 5  # points at which a pair must be decided; one that is too much work at the others is not asked there
 RECIPROCAL = {"arccot": "arctan", "arcsec": "arccos", "arccsc": "arcsin"}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
@@ -93,6 +94,20 @@ def ordered(tree):
     return tree[0], *parts
 
 
+def _has_branches(tree):
+    """Whether it may be the same as another on one side of a place alone: |x|, roots, the larger of two."""
+    if tree[0] == "call" and tree[1] in ("abs", "root", "max", "min"):
+        return True
+    if tree[0] == "power" and (tree[2][0] == "divide" or getattr(tree[2][-1], "denominator", 1) > 1):
+        return True
+    return any(map(_has_branches, _parts(tree)))
+
+
+def _points(*trees):
+    """The points at which trees with unknowns are compared."""
+    return range(POINTS + MORE_POINTS * any(map(_has_branches, trees)))
+
+
 def same_value(a, b, budget):
     """Whether two trees are equal where all that occurs in them is real (everywhere, if i occurs).
 
@@ -101,7 +116,7 @@ def same_value(a, b, budget):
     if ordered(a) == ordered(b):
         return True
     a, b = numbered(a, b)
-    points = range(POINTS) if symbols(a) | symbols(b) else [0]
+    points = _points(a, b) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:
         try:
@@ -116,7 +131,7 @@ def same_value(a, b, budget):
         if counts and not is_equal:
             return False
         (real if counts else complex_).append(is_equal)
-    verdicts = real if len(real) > len(points) // 4 else real + complex_
+    verdicts = real if len(real) > min(len(points), POINTS) // 4 else real + complex_
     return bool(verdicts) and all(verdicts)
 
 
@@ -126,7 +141,7 @@ def proportional(one, two, is_positive, budget):
     if names != symbols(two) or not names:
         return False  # a statement about numbers is no value
     one, two = numbered(one, two)
-    for point in range(POINTS):
+    for point in _points(one, two):
         try:
             if is_positive and not _positive_at(_times(one, two), point, budget):
                 return False
@@ -175,8 +190,12 @@ def _positive_at(tree, point, budget):
 def value_of(name, point):
     """The number that an unknown stands for at a point. At points 0, 2 and 5 all are positive, so that roots
     and logarithms are real there, at 1 and 6 negative, at 3 and 4 of either sign. At 2 they stand in the
-    reverse of their order at 0, so that |a-b| is neither a-b nor b-a.
+    reverse of their order at 0, so that |a-b| is neither a-b nor b-a. From 7 on they are anywhere.
     """
+    if point >= POINTS:
+        return Fraction(
+            zlib.crc32(f"{point} {name}".encode()) * 2654435761 % 2**32 % 240_007 - 120_003, 10_007
+        )
     code = zlib.crc32(f"{name} {0 if point == 2 else point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
     if point == 2:

@@ -334,6 +334,21 @@ def test_an_absolute_value_is_neither_of_its_two_branches():
     assert judged_otherwise(pairs, False) == []
 
 
+def test_a_value_that_is_negative_between_two_places_alone_is_not_its_absolute_value():
+    """Of |x^2-5x+6| no point lay between 2 and 3, and |sin sqrt(x)| was positive wherever it was tried."""
+    values = ["x^2-5x+6", "(x-4)(x-5)", r"\sin\sqrt{x}", r"\ln(x+1.5)", r"\sin x", r"\tan x", "x+y-3"]
+    pairs = [(f"|{value}|", value) for value in values]
+    pairs += [(f"y=|{value}|", f"y={value}") for value in values[:5]]
+    pairs += [
+        (r"\sqrt{1-\cos^2 x}", r"\sin x"),
+        ("(x^6)^{1/6}", "x"),
+        (r"\max(x,3)", "x"),
+        ("e^{|x|^\\pi}", "2"),
+    ]
+    assert judged_otherwise(pairs, False) == []
+    assert judged_otherwise([(r"\sqrt{a}\sqrt{b}\sqrt{c}", r"\sqrt{abc}")], True) == []
+
+
 def test_the_absolute_value_of_a_product_is_not_the_product():
     """|am| passed for am, as did half of all pairs: both letters had one sign wherever it was tried."""
     letters = "abcfkmnpqrstuvxyzABCMNQ"
