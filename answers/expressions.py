@@ -551,7 +551,7 @@ class Reader:
         if power in (("negate", ("number", Fraction(1))), ("number", Fraction(-1))):
             name, power = INVERSES.get(name) or refuse(), None
         arguments = self.arguments(base)
-        tree = _cis(arguments) if name == "cis" else ("call", name, arguments)
+        tree = _spelt_out(name, arguments) or ("call", name, arguments)
         return ("power", tree, power) if power else tree
 
     def root(self):
@@ -589,9 +589,11 @@ class Reader:
         return ("degrees", tree) if self.take("deg") else tree
 
 
-def _cis(arguments):
-    """cos + i sin"""
-    return "add", ("call", "cos", arguments), ("multiply", ("i",), ("call", "sin", arguments))
+def _spelt_out(name, arguments):
+    """The tree of cis, which is cos + i sin, and of exp, a power of e; None for other functions."""
+    if name == "cis":
+        return "add", ("call", "cos", arguments), ("multiply", ("i",), ("call", "sin", arguments))
+    return ("power", ("e",), *arguments) if name == "exp" and len(arguments) == 1 else None
 
 
 def _is_numeral(tree):

@@ -392,7 +392,7 @@ class Evaluation:
             raise NoValue
         if name == "ln":
             return self.mp.log(x) if x else self.no_value()
-        if name in ("exp", "sinh", "cosh", "tanh"):
+        if name in ("sinh", "cosh", "tanh"):
             return getattr(self.mp, name)(x) if not x or self.mp.mag(x) <= 14 else _undecided()
         return self.inverse(name, x)
 

@@ -211,7 +211,8 @@ ALSO_SAME = [
     ("minus infinity", r"-\infty"),
     (r"4\operatorname{cis} 30^\circ", r"2\sqrt3+2i"), (r"\text{cis}\frac\pi2", "i"), ("2A_{16}", "42"),
     (r"\text{A2}_{16}", "162"), ("1B_12", "23"), ("5 hp", "5"), ("60 rpm", "60"), ("3 wk", "3 weeks"),
-    ("5 kr", "5"), (r"\lparen 1,2\rparen", "(1,2)"), ("1/2 n(n+1)", r"\frac{n^2+n}{2}"),
+    ("5 kr", "5"), (r"\exp(x^{4})", "e^{x^4}"), (r"2\exp(-x)", r"\frac{2}{e^x}"),
+    (r"\lparen 1,2\rparen", "(1,2)"), ("1/2 n(n+1)", r"\frac{n^2+n}{2}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
