@@ -177,6 +177,7 @@ class Reader:
         factors, slashes = [self.signed_factor()], 0
         was_slash = False
         while True:
+            self.open_text()
             if self.next().is_("cdot") or self.is_times():
                 self.take()
                 factors.append(self.signed_factor())
@@ -252,6 +253,13 @@ class Reader:
             return bool(Unit(self.tokens[self.at :]).whole(units_only=True))
         except NotUnderstood:
             return False
+
+    def open_text(self):
+        r"""Takes away the braces of the {\rm cm} that follows."""
+        end = closing(self.tokens, self.at) if self.next().is_("{") and self.next(1).text else self.at
+        inside = self.tokens[self.at + 1 : end]
+        if inside and all(token.kind == "word" and token.text for token in inside):
+            self.tokens = (*self.tokens[: self.at], *inside, *self.tokens[end + 1 :])
 
     def starts_unit_in_brackets(self):
         """Whether the rest is the (cm) of 5 (cm)."""

@@ -211,7 +211,8 @@ ALSO_SAME = [
     ("minus infinity", r"-\infty"),
     (r"4\operatorname{cis} 30^\circ", r"2\sqrt3+2i"), (r"\text{cis}\frac\pi2", "i"), ("2A_{16}", "42"),
     (r"\text{A2}_{16}", "162"), ("1B_12", "23"), ("5 hp", "5"), ("60 rpm", "60"), ("3 wk", "3 weeks"),
-    ("5 kr", "5"), (r"\exp(x^{4})", "e^{x^4}"), (r"2\exp(-x)", r"\frac{2}{e^x}"),
+    ("5 kr", "5"), (r"5\ {\rm cm}", "5"), (r"2\pi {\rm cm}^2", r"2\pi"), ("{x ∈ ℝ | x > 3}", "x>3"),
+    (r"45^{\text{o}}", "45"), (r"\exp(x^{4})", "e^{x^4}"), (r"2\exp(-x)", r"\frac{2}{e^x}"),
     (r"\lparen 1,2\rparen", "(1,2)"), ("1/2 n(n+1)", r"\frac{n^2+n}{2}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
@@ -294,7 +295,8 @@ ALSO_OTHER = [
     (r"\operatorname{cis} 30", r"\operatorname{cis} 30^\circ"),
     ("2A_{16}", "2A_{15}"), ("2G_{16}", "42"), ("2a_{12}", "34"), ("2A_8", "26"), ("2wk", "2"), ("2kr", "2"),
     ("(e)", r"\text{(C)}"), (r"\sin x = 1", "x=x"), ("x^2=5", "x^2-1=(x-1)(x+1)"), ("y=2x+3", "y+x=x+y"),
-    ("x+y<3", "x+y<x+y"),
+    ("x+y<3", "x+y<x+y"), (r"5{\rm cm}", r"5\text{ mm}"), (r"\frac{\rm 12}{5}", "1/5"), (r"5{\rm ab}", "5"),
+    ("{x ∈ ℝ | x > 3}", "{x ∈ ℤ | x > 3}"),
 ]  # fmt: skip
 
 
