@@ -464,6 +464,8 @@ class Reader:
             return self.symbol(word)
         if token.text:
             raise NotUnderstood
+        if len(word) > DEEPEST:
+            raise NotUnderstood  # each letter would be a step of its own
         if len(word) > 1:
             known = next((f for f in sorted(FUNCTIONS, key=len, reverse=True) if word.startswith(f)), None)
             if known and len(word) <= len(known) + 2:
