@@ -114,7 +114,27 @@ for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
             UNITS.setdefault(_word.lower(), _name)
             UNITS.setdefault(_word.lower() + "s", _name)
 # As bare letters these are a product, unless a space and a number stand before: \\frac12 hr, 2ha.
-PRODUCTS = {"hp", "kr", "mo", "wk", "hr", "ha", "pt", "qt", "ms", "mi", "in", "gm", "am", "pm"}
+PRODUCTS = {
+    "hp",
+    "kr",
+    "mo",
+    "wk",
+    "kN",
+    "MW",
+    "kV",
+    "mA",
+    "dB",
+    "hr",
+    "ha",
+    "pt",
+    "qt",
+    "ms",
+    "mi",
+    "in",
+    "gm",
+    "am",
+    "pm",
+}
 # With these, a bare letter after a number and a space is a unit; in \text{} the whole list is.
 LONE_UNITS = {"m", "g", "s", "h", "L", "N", "J", "W", "V"}
 # Where numbers are graded these are, right after the digits too: 5m, 5p; any other is a variable or a scale.
