@@ -74,7 +74,7 @@ GROUPED = (
 )
 LEXEMES = re.compile(
     rf"(?P<repeating>(?:\d*)\.(?:\d*)\\(?:overline|bar|dot)\s?\{{\d+\}})"
-    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.])(?<!(?<!\\),)[1-9]\d{{0,2}}(?:,\d{{3}})+(?![\d,])(?:\.\d+)?)"
+    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.])(?<!(?<!\\),)[1-9]\d{{0,2}}(?:,\d{{3}})+(?!\d|,\d)(?:\.\d+)?)"
     r"|(?P<digits>(?<![\da-zA-Z])(?=\d*[A-F])(?=[A-F]*\d)[\dA-F]++(?=\}?_\{?1[1-6](?!\d)))"
     rf"|(?P<scientific>(?:{NUMBER})[eE](?:-?\d+|\+\d{{2,3}})(?![a-zA-Z\d]))|(?P<number>{NUMBER})"
     r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?|(?<=[\d}])\^(?:\{(?:\\(?:text|mathrm)\{o\}|o)\}|o(?![a-zA-Z])))"

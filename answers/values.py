@@ -18,7 +18,7 @@ WIDEST = 2_000  # bits between the largest and the smallest number of a pair: on
 WORK_A_SECOND = 1_000_000  # of functions that are computed, the bits of each: what a slow core does at least
 # Sizes of the unknowns: 1 or so, then far above and below the numbers of an answer, where |x-5| is not 5-x.
 POINTS = 7
-MORE_POINTS = 16  # from -12 to 12, where a sign or a branch might change between the others
+MORE_POINTS = 24  # from -12 to 12, the last 8 from -1.2 to 1.2: a sign or a branch may change there alone
 SURE = 5  # points at which a pair must be decided; one that is too much work at the others is not asked there
 RECIPROCAL = {"arccot": "arctan", "arcsec": "arccos", "arccsc": "arcsin"}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
@@ -193,9 +193,8 @@ def value_of(name, point):
     reverse of their order at 0, so that |a-b| is neither a-b nor b-a. From 7 on they are anywhere.
     """
     if point >= POINTS:
-        return Fraction(
-            zlib.crc32(f"{point} {name}".encode()) * 2654435761 % 2**32 % 240_007 - 120_003, 10_007
-        )
+        code = zlib.crc32(f"{point} {name}".encode()) * 2654435761 % 2**32
+        return Fraction(code % 240_007 - 120_003, 10_007 if point < POINTS + MORE_POINTS - 8 else 100_003)
     code = zlib.crc32(f"{name} {0 if point == 2 else point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
     if point == 2:
@@ -354,7 +353,9 @@ class Evaluation:
 
     def power(self, a, b):
         if _is_huge(a) or _is_huge(b):
-            is_growing = (a == HUGE and self.is_positive(b)) or (b == HUGE and self.is_positive(a) and a >= 2)
+            is_growing = (a == HUGE and self.is_positive(b)) or (
+                b == HUGE and self.is_positive(a) and self.mp.re(self.float(a)) >= 2
+            )
             return HUGE if is_growing and b != HUGE_UNSIGNED else _undecided()
         if isinstance(b, Fraction) and b.denominator == 1 and isinstance(a, Fraction):
             if not a and b < 0:
