@@ -177,6 +177,7 @@ class Reader:
         factors, slashes = [self.signed_factor()], 0
         was_slash = False
         while True:
+            self.open_text()
             if self.next().is_("cdot") or self.is_times():
                 self.take()
                 factors.append(self.signed_factor())
@@ -185,12 +186,13 @@ class Reader:
                 self.take()
                 factors = [("divide", _product(factors), self.signed_factor())]
                 slashes, was_slash = slashes + 1, True
-            elif self.next().is_("frac") and self.starts_unit():
+            elif (self.next().is_("frac") and self.starts_unit()) or self.starts_unit_in_brackets():
                 return _product(factors)
             elif self.starts_factor():
                 if was_slash and not self.next().spaced:
                     raise NotUnderstood  # 1/2x
                 factors.append(self.factor(factors[-1]))
+                was_slash = False
             else:
                 return _product(factors)
             if slashes > DEEPEST:
@@ -249,6 +251,25 @@ class Reader:
                     return False
         try:
             return bool(Unit(self.tokens[self.at :]).whole(units_only=True))
+        except NotUnderstood:
+            return False
+
+    def open_text(self):
+        r"""Takes away the braces of the {\rm cm} that follows."""
+        end = closing(self.tokens, self.at) if self.next().is_("{") and self.next(1).text else self.at
+        inside = self.tokens[self.at + 1 : end]
+        if inside and all(token.kind == "word" and token.text for token in inside):
+            self.tokens = (*self.tokens[: self.at], *inside, *self.tokens[end + 1 :])
+
+    def starts_unit_in_brackets(self):
+        """Whether the rest is the (cm) of 5 (cm)."""
+        token, inside = self.next(), self.tokens[self.at + 1 : -1]
+        if not (token.is_("(") and token.spaced and inside and self.tokens[-1].is_(")")):
+            return False
+        if len(inside[0].value) < 2 or inside[0].value in PRODUCTS or inside[0].kind != "word":
+            return False
+        try:
+            return bool(Unit(inside).whole(units_only=True))
         except NotUnderstood:
             return False
 
@@ -425,7 +446,7 @@ class Reader:
         base = self.one_token(whole_number=True)
         if base[0] != "number" or base[1] not in range(2, 37):  # int() takes 0 and 8.5, too
             raise NotUnderstood
-        if not token.value.isdigit() or len(token.value) > 100:
+        if not token.value.isalnum() or len(token.value) > 100:
             raise NotUnderstood
         try:
             return ("number", Fraction(int(token.value, int(base[1]))))
@@ -443,6 +464,8 @@ class Reader:
             return self.symbol(word)
         if token.text:
             raise NotUnderstood
+        if len(word) > DEEPEST:
+            raise NotUnderstood  # each letter would be a step of its own
         if len(word) > 1:
             known = next((f for f in sorted(FUNCTIONS, key=len, reverse=True) if word.startswith(f)), None)
             if known and len(word) <= len(known) + 2:
@@ -537,7 +560,8 @@ class Reader:
             raise NotUnderstood
         if power in (("negate", ("number", Fraction(1))), ("number", Fraction(-1))):
             name, power = INVERSES.get(name) or refuse(), None
-        tree = ("call", name, self.arguments(base))
+        arguments = self.arguments(base)
+        tree = _spelt_out(name, arguments) or ("call", name, arguments)
         return ("power", tree, power) if power else tree
 
     def root(self):
@@ -575,6 +599,13 @@ class Reader:
         return ("degrees", tree) if self.take("deg") else tree
 
 
+def _spelt_out(name, arguments):
+    """The tree of cis, which is cos + i sin, and of exp, a power of e; None for other functions."""
+    if name == "cis":
+        return "add", ("call", "cos", arguments), ("multiply", ("i",), ("call", "sin", arguments))
+    return ("power", ("e",), *arguments) if name == "exp" and len(arguments) == 1 else None
+
+
 def _is_numeral(tree):
     return tree[0] == "number" or (tree[0] == "divide" and all(part[0] == "number" for part in tree[1:]))
 
@@ -588,6 +619,8 @@ class Unit(Reader):
 
     def whole(self, units_only=False):
         """{name: power}, empty for a label."""
+        if self.next().is_("(") and closing(self.tokens, 0) == len(self.tokens) - 1:
+            self.tokens = self.tokens[1:-1]
         unit = self.unit()
         rest = self.tokens[self.at :]
         if units_only and rest and not all(t.text or len(t.value) > 2 for t in rest):

@@ -80,6 +80,7 @@ class AnswerFormat:
         """The answer in a completion, trimmed, or None. A literal `...` is the prompt's placeholder."""
         text = completion_text(text)
         answer = None if text is None else self._found(text)
+        answer = answer and answer.strip()
         return None if answer == "..." else answer
 
     def _found(self, text):

@@ -368,8 +368,8 @@ def _set(inside, depth):
 
 
 def _built_plainly(tokens, depth):
-    """{x | x > 3} without backslashes, whose braces are gone by now."""
-    is_built = len(tokens) > 2 and _is_letter(tokens[0]) and tokens[1].is_("|", ":")
+    """{x | x > 3} and {x ∈ ℝ | x > 3} without backslashes, whose braces are gone by now."""
+    is_built = len(tokens) > 2 and _is_letter(tokens[0]) and tokens[1].is_("|", ":", "in")
     is_built = is_built and tokens[0].key in [t.key for t in tokens[2:]]
     return _built(tokens, depth) if is_built else None
 
@@ -423,4 +423,6 @@ def _worded(tokens, depth):
     words = " ".join(values).lower()
     if words in ("infinity", "pi"):
         return None
+    if words in ("negative infinity", "minus infinity"):
+        return "expression", ("negate", ("infinity",)), {}
     return REALS if words in ("all real numbers", "all reals", "real numbers") else ("words", words)

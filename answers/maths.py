@@ -123,7 +123,7 @@ class Comparison:
             return getattr(self, f"_same_{a[0]}", self._same_in_order)(a, b)
         if kinds == {"expression", "words"}:  # a choice: C, and (C)
             value, words = (a, b) if a[0] == "expression" else (b, a)
-            return value[1][0] == "symbol" and value[1][1].lower() == words[1]
+            return value[1][0] in ("symbol", "e", "i") and value[1][-1].lower() == words[1]
         if kinds == {"expression", "equation"}:  # 6*7 = 42 is 42, where 41 = 42 is no value
             value, (_, sides) = (a, b) if a[0] == "expression" else (b, a)
             return _all(self.ask(same_value, side, value[1]) for side in sides)

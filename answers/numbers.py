@@ -21,7 +21,8 @@ from answers.words import (
     UNITS,
 )
 
-INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+# No group begins with 0: elsewhere 0,125 is an eighth.
+INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE]([+-]?[0-9]+))?"
 LITERAL = re.compile(rf"({INTEGER}) ?/ ?(-?{INTEGER})|{DECIMAL}")
 FIRST_TO_LAST_DIGIT = re.compile(r"\.?[0-9](?:.*[0-9])?", re.DOTALL)
@@ -33,6 +34,7 @@ LONE_LETTER = rf"{LETTER}(?!{LETTER})"
 LATEX_SPACING = re.compile(
     r"\\(?:(?:text|math)(?:bf|rm|it)?|mbox|boxed|fbox|left|right|q?quad)(?![a-zA-Z])|\\(?:[,;: ()\[\]]|$)"
 )
+TEXT_BEFORE = re.compile(r"\\(?:text|mbox|mathrm) ?\{([^{}\d]*[\s:])\}")  # \\text{The answer is }-1
 GAP = re.compile("[ {}]+")  # 7\\text{ times }x is "7 times x"
 EMPHASIS = re.compile(r"(?<![\w)\]}*])\*([^*\s]+)\*(?![\w(\[{*])")
 
@@ -57,9 +59,10 @@ CHANGED_BEFORE = re.compile(
     rf"|{_any(FUNCTION_NAMES)}(?: of)?)){BESIDE}$",
     re.IGNORECASE,
 )
-COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z']+[^\w.:;!?(]+)?"
+# Nothing is tried at two lengths: a row of apostrophes behind a number took cubic time.
+COUNTED = r"(?:(?!(?:in|for|per|each|of|an?|the|at|by|on|to|every|from)\b)[a-z][a-z']*+[^\w.:;!?(]++)?"
 CHANGED_AFTER = re.compile(
-    rf"[^\w.:;!?(]*(?:(?:(?:is|was|are) )?{NOT}\b|(?:is|was) (?:wrong|incorrect|false)\b"
+    rf"[^\w.:;!?(]*+(?:(?:(?:is|was|are) )?{NOT}\b|(?:is|was) (?:wrong|incorrect|false)\b"
     rf"|{COUNTED}(?:and )?(?:"
     rf"(?:an? |one )?(?:half|halves|{_any(ORDINALS.split())}s?)|(?:an?|one) quarter"
     rf"|{FIGURE}(?:(?<!one)s)?|minus|plus|einhalb|et demie?|y medi[ao]"
@@ -91,6 +94,7 @@ def plain_number_text(text):
         text = text.replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
         text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", ",", text)
         text = re.sub(r"\^ ?\\circ(?![a-zA-Z])|\^ ?\{ ?\\circ ?\}", "°", text)
+        text = TEXT_BEFORE.sub(r" \1", text)
         text = LATEX_SPACING.sub(" ", text)
     if "!" in text:
         text = re.sub(r"(?<=[^\W\d_]{3})!+", "", text)  # 42 pens!

@@ -35,6 +35,7 @@ SAME_COMMAND = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "infin": "infty",
     "varnothing": "emptyset", "leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge",
     "lt": "<", "gt": ">", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "times": "cdot",
+    "lparen": "(", "rparen": ")",
     "ast": "cdot", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "dots": "ldots", "cdots": "ldots",
     "degree": "deg", "colon": ":", "rightarrow": "to", "textdegree": "deg", "bullet": "cdot",
     "lang": "langle", "rang": "rangle", "exponentialE": "e", "longrightarrow": "to", "bigcup": "cup",
@@ -55,29 +56,34 @@ TEXTS = {
 FONTS = {"mathbf", "mathit", "mathsf", "bf", "boldsymbol", "bm", "pmb", "underline"}
 ACCENTS = {"overline", "bar", "vec", "hat", "overrightarrow", "tilde", "mathbb", "mathcal", "widehat", "dot"}
 BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", "langle": "rangle"}
-SAME_SIGN = {"**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
+SAME_SIGN = {"+/-": "pm", "**": "^", "*": "cdot", "<=": "le", ">=": "ge", "!=": "ne", "...": "ldots"}
 OPENERS, CLOSERS = set(BRACKETS), set(BRACKETS.values())
 RUPEES = re.compile(r"\bRs\.? ?(?=\}? ?\d)")
 INNER_MATH = re.compile(r"(?<!\\)\$(?=\S)([^$]*[^$\s\\])\$(?!\d)")  # $x=3$ or $x=5$, but not $5 or $6
 # around a whole answer: dollars of mathematics, Markdown, quotation marks
 WRAPPERS = (
     ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"),
-    ('"', '"'), ("“", "”"), ("``", "''"),
+    ('"', '"'), ("“", "”"), ("``", "''"), ("'", "'"), ("‘", "’"),
 )  # fmt: skip
+LEADING = re.compile(r"\A\s*(?:=|∴|⇒|\\(?:therefore|implies|[Rr]ightarrow)(?![a-zA-Z]))")
+MOST_WRAPPERS = 20  # one around the other; each is a pass over the text
 
 NUMBER = r"\d+(?:\.\d+)?|\.\d+"
-GROUPED = r"\d{1,3}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
+GROUPED = (
+    r"[1-9]\d{0,2}(?:(?:,\\!\s?|\\,|\{,\}|,\\,)\d{3})+(?!\d)(?:\.\d+)?"  # 1,\!000 and 1\,000 and 10{,}000
+)
 LEXEMES = re.compile(
     rf"(?P<repeating>(?:\d*)\.(?:\d*)\\(?:overline|bar|dot)\s?\{{\d+\}})"
-    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.,])\d{{1,3}}(?:,\d{{3}})+(?![\d,])(?:\.\d+)?)"
+    rf"|(?P<grouped>{GROUPED})|(?P<comma>(?<![\d.])(?<!(?<!\\),)[1-9]\d{{0,2}}(?:,\d{{3}})+(?!\d|,\d)(?:\.\d+)?)"
+    r"|(?P<digits>(?<![\da-zA-Z])(?=\d*[A-F])(?=[A-F]*\d)[\dA-F]++(?=\}?_\{?1[1-6](?!\d)))"
     rf"|(?P<scientific>(?:{NUMBER})[eE](?:-?\d+|\+\d{{2,3}})(?![a-zA-Z\d]))|(?P<number>{NUMBER})"
-    r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?)"
+    r"|(?P<degree>\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![a-zA-Z]))|\\(?:degree|textdegree)(?![a-zA-Z])(?:\{\})?|(?<=[\d}])\^(?:\{(?:\\(?:text|mathrm)\{o\}|o)\}|o(?![a-zA-Z])))"
     r"|(?P<environment>\\(?P<edge>begin|end)\s?\{(?P<env>[a-zA-Z]+\*?)\}(?:\{[lcr|\s]*\})?)"
     r"|(?P<unseen>\\(?:[hv]space\*?|(?:text)?color)\s?\{[^{}]*\}|\^\{\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\})"
     r"|(?P<command>\\[a-zA-Z]+)|(?P<row>\\\\(?:\[[^\]]*\])?)"
     r"|(?P<space>(?:\s|~|\\[ ,;:!>]|\\\n)+)|(?P<escaped>\\.)"
     r"|(?P<half_day>[aApP]\.\s?[mM]\.?(?![a-zA-Z]))|(?P<word>[a-zA-Z]{2,}'[a-zA-Z]+|[a-zA-Z]{3,}(?:-[a-zA-Z]{3,})+|[a-zA-Z]+)"
-    r"|(?P<sign><=|>=|!=|\*\*|\.\.\.|.)",
+    r"|(?P<sign>\+/-|<=|>=|!=|\*\*|\.\.\.|.)",
     re.DOTALL,
 )
 
@@ -136,8 +142,8 @@ def _normal(char):
 
 def without_wrapping(text):
     """Without a box or the like of math's dollars around the whole, and one closing full stop."""
-    text = text.strip().removeprefix("=").strip()
-    while True:
+    text = LEADING.sub("", text).strip()
+    for _ in range(MOST_WRAPPERS):
         before = text
         for opening, closing in WRAPPERS:
             if not (text.startswith(opening) and text.endswith(closing) and len(text) > 2 * len(opening)):
@@ -149,9 +155,10 @@ def without_wrapping(text):
         if box and _balanced(box[1]):
             text = box[1].strip()
         text = INNER_MATH.sub(r" \1 ", text)
-        text = re.sub(r"(?<![.\\])\.(\$?)$|(?<!\\)\\$", r"\1", text).strip()  # and what is left of `\ `
+        text = re.sub(r"(?<![.\\])[.。．](\$?)$|\\+$", r"\1", text).strip()  # and what is left of `\ `
         if text == before:
-            return text
+            break
+    return text
 
 
 def _balanced(text):
@@ -208,6 +215,8 @@ def _token(match):
         return "environment", f"{match['edge']} {match['env'].rstrip('*')}"
     if match["degree"]:
         return "command", "deg"
+    if match["digits"]:
+        return "number", raw
     if match["grouped"]:
         return "number", re.sub(r"[^\d.]", "", raw)
     if match["half_day"]:

@@ -18,6 +18,7 @@ WIDEST = 2_000  # bits between the largest and the smallest number of a pair: on
 WORK_A_SECOND = 1_000_000  # of functions that are computed, the bits of each: what a slow core does at least
 # Sizes of the unknowns: 1 or so, then far above and below the numbers of an answer, where |x-5| is not 5-x.
 POINTS = 7
+MORE_POINTS = 24  # from -12 to 12, the last 8 from -1.2 to 1.2: a sign or a branch may change there alone
 SURE = 5  # points at which a pair must be decided; one that is too much work at the others is not asked there
 RECIPROCAL = {"arccot": "arctan", "arcsec": "arccos", "arccsc": "arcsin"}
 TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
@@ -93,6 +94,20 @@ def ordered(tree):
     return tree[0], *parts
 
 
+def _has_branches(tree):
+    """Whether it may be the same as another on one side of a place alone: |x|, roots, the larger of two."""
+    if tree[0] == "call" and tree[1] in ("abs", "root", "max", "min"):
+        return True
+    if tree[0] == "power" and (tree[2][0] == "divide" or getattr(tree[2][-1], "denominator", 1) > 1):
+        return True
+    return any(map(_has_branches, _parts(tree)))
+
+
+def _points(*trees):
+    """The points at which trees with unknowns are compared."""
+    return range(POINTS + MORE_POINTS * any(map(_has_branches, trees)))
+
+
 def same_value(a, b, budget):
     """Whether two trees are equal where all that occurs in them is real (everywhere, if i occurs).
 
@@ -101,7 +116,7 @@ def same_value(a, b, budget):
     if ordered(a) == ordered(b):
         return True
     a, b = numbered(a, b)
-    points = range(POINTS) if symbols(a) | symbols(b) else [0]
+    points = _points(a, b) if symbols(a) | symbols(b) else [0]
     real, complex_ = [], []
     for point in points:
         try:
@@ -116,7 +131,7 @@ def same_value(a, b, budget):
         if counts and not is_equal:
             return False
         (real if counts else complex_).append(is_equal)
-    verdicts = real if len(real) > len(points) // 4 else real + complex_
+    verdicts = real if len(real) > min(len(points), POINTS) // 4 else real + complex_
     return bool(verdicts) and all(verdicts)
 
 
@@ -126,7 +141,7 @@ def proportional(one, two, is_positive, budget):
     if names != symbols(two) or not names:
         return False  # a statement about numbers is no value
     one, two = numbered(one, two)
-    for point in range(POINTS):
+    for point in _points(one, two):
         try:
             if is_positive and not _positive_at(_times(one, two), point, budget):
                 return False
@@ -151,9 +166,10 @@ def is_near(tree, decimal, budget):
 
 
 def _in_ratio(one, two, point, budget):
-    """Whether one(p) two(q) = one(q) two(p), none of them 0."""
+    """Whether one(p) two(q) = one(q) two(p), neither of them 0 at p."""
     pair = _times(_at(one, 0), _at(two, point)), _times(_at(one, point), _at(two, 0))
-    return same_value(*pair, budget) and not same_value(_at(one, point), ("number", Fraction(0)), budget)
+    is_zero = any(same_value(_at(tree, point), ("number", Fraction(0)), budget) for tree in (one, two))
+    return not is_zero and same_value(*pair, budget)
 
 
 def _times(a, b):
@@ -174,8 +190,11 @@ def _positive_at(tree, point, budget):
 def value_of(name, point):
     """The number that an unknown stands for at a point. At points 0, 2 and 5 all are positive, so that roots
     and logarithms are real there, at 1 and 6 negative, at 3 and 4 of either sign. At 2 they stand in the
-    reverse of their order at 0, so that |a-b| is neither a-b nor b-a.
+    reverse of their order at 0, so that |a-b| is neither a-b nor b-a. From 7 on they are anywhere.
     """
+    if point >= POINTS:
+        code = zlib.crc32(f"{point} {name}".encode()) * 2654435761 % 2**32
+        return Fraction(code % 240_007 - 120_003, 10_007 if point < POINTS + MORE_POINTS - 8 else 100_003)
     code = zlib.crc32(f"{name} {0 if point == 2 else point}".encode()) * 2654435761 % 2**32
     size = Fraction(code % 100_003 + 20_011, 40_009)
     if point == 2:
@@ -334,7 +353,9 @@ class Evaluation:
 
     def power(self, a, b):
         if _is_huge(a) or _is_huge(b):
-            is_growing = (a == HUGE and self.is_positive(b)) or (b == HUGE and self.is_positive(a) and a >= 2)
+            is_growing = (a == HUGE and self.is_positive(b)) or (
+                b == HUGE and self.is_positive(a) and self.mp.re(self.float(a)) >= 2
+            )
             return HUGE if is_growing and b != HUGE_UNSIGNED else _undecided()
         if isinstance(b, Fraction) and b.denominator == 1 and isinstance(a, Fraction):
             if not a and b < 0:
@@ -361,6 +382,8 @@ class Evaluation:
         if name in TRIGONOMETRIC:
             return self.trigonometric(name, arguments)
         values = [self.of(argument) for argument in arguments]
+        if any(map(_is_huge, values)):
+            return HUGE if name == "abs" else _undecided()
         if name in ("gcd", "lcm", "max", "min", "binom", "factorial", "floor", "ceil", "abs", "root", "log"):
             return getattr(self, name)(*values)
         if len(values) != 1:
@@ -370,7 +393,7 @@ class Evaluation:
             raise NoValue
         if name == "ln":
             return self.mp.log(x) if x else self.no_value()
-        if name in ("exp", "sinh", "cosh", "tanh"):
+        if name in ("sinh", "cosh", "tanh"):
             return getattr(self.mp, name)(x) if not x or self.mp.mag(x) <= 14 else _undecided()
         return self.inverse(name, x)
 
@@ -420,15 +443,15 @@ class Evaluation:
         """The real root where there is one."""
         if not index or not isinstance(index, Fraction):
             raise NoValue
-        if not _is_huge(a) and self.mp.isinf(self.float(a)):
+        if self.mp.isinf(self.float(a)):
             raise NoValue
         x = self.float(a)
         if not x:
             return Fraction(0)
         is_odd = index.denominator == 1 and index.numerator % 2
         if is_odd and self.is_real(x) and self.mp.re(x) < 0:
-            return -self.mp.power(-self.mp.re(x), self.float(1 / index))
-        return self.mp.power(x, self.float(1 / index))
+            return self.negate(self.power(-self.mp.re(x), 1 / index))
+        return self.power(x, 1 / index)
 
     def abs(self, a):
         return abs(a)
@@ -457,8 +480,10 @@ class Evaluation:
             or (isinstance(a, Fraction) and a.denominator == 1 and a < 0)
         ):
             raise NoValue
-        if self.mp.mag(x) > 12:
+        if x and self.mp.mag(x) > 12:
             return HUGE if self.is_positive(x) else _undecided()
+        if self.mp.re(x) < 0 and self.mp.isint(x):  # a pole
+            raise NoValue
         self.budget.spend(self.bits**4 // 10**7)  # by far the slowest: 4 ms with 600 bits, 0.16 s with 2,000
         return self.mp.gamma(x + 1)
 
@@ -475,7 +500,12 @@ class Evaluation:
         return Fraction(math.gcd(*map(self.integer, values)))
 
     def lcm(self, *values):
-        return Fraction(math.lcm(*map(self.integer, values)))
+        least = 1
+        for value in map(self.integer, values):
+            least = math.lcm(least, value)
+            if least.bit_length() > EXACT_BITS:
+                raise Undecided
+        return Fraction(least)
 
     def integer(self, value):
         if not isinstance(value, Fraction) or value.denominator != 1:

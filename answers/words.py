@@ -5,11 +5,11 @@ import re
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc",
     "sinh", "cosh", "tanh", "ln", "log", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "asin", "acos",
-    "atan", "cosec", "abs",
+    "atan", "cosec", "abs", "cis",
 }  # fmt: skip
 # All names of functions, of which these are not computed.
 FUNCTION_NAMES = FUNCTIONS | set(
-    "sine cosine tangent cotangent secant cosecant logarithm det dim arg sgn cis erf deg mod sech csch coth "
+    "sine cosine tangent cotangent secant cosecant logarithm det dim arg sgn erf deg mod sech csch coth "
     "sup lim".split()
 )
 GREEK = {
@@ -34,6 +34,7 @@ rupee INR Rs
 yen JPY
 peso
 yuan RMB
+krone kr krona
 m meter metre
 km kilometer kilometre kms
 cm centimeter centimetre cms
@@ -56,8 +57,8 @@ h hour hr hrs
 am AM
 pm PM
 day
-week
-month
+week wk wks
+month mo mos
 year yr yrs
 L liter litre l
 mL milliliter millilitre ml
@@ -76,14 +77,21 @@ kph kmh kmph
 unit
 point pts
 piece pcs
+rpm
+dB decibel
+hp horsepower
 N newton
+kN kilonewton
 J joule
 kJ kilojoule
 W watt
 kW kilowatt
 kWh
+MW megawatt
 V volt
+kV kilovolt
 A_ ampere amp
+mA milliampere milliamp
 Hz hertz
 Pa pascal
 kPa kilopascal
@@ -106,7 +114,27 @@ for _name, *_others in map(str.split, UNIT_SPELLINGS.split("\n")[1:-1]):
             UNITS.setdefault(_word.lower(), _name)
             UNITS.setdefault(_word.lower() + "s", _name)
 # As bare letters these are a product, unless a space and a number stand before: \\frac12 hr, 2ha.
-PRODUCTS = {"hr", "ha", "pt", "qt", "ms", "mi", "in", "gm", "am", "pm"}
+PRODUCTS = {
+    "hp",
+    "kr",
+    "mo",
+    "wk",
+    "kN",
+    "MW",
+    "kV",
+    "mA",
+    "dB",
+    "hr",
+    "ha",
+    "pt",
+    "qt",
+    "ms",
+    "mi",
+    "in",
+    "gm",
+    "am",
+    "pm",
+}
 # With these, a bare letter after a number and a space is a unit; in \text{} the whole list is.
 LONE_UNITS = {"m", "g", "s", "h", "L", "N", "J", "W", "V"}
 # Where numbers are graded these are, right after the digits too: 5m, 5p; any other is a variable or a scale.

@@ -202,6 +202,20 @@ ALSO_SAME = [
     (r"-\frac12\%", "-0.5"), ("-10°", "-10"), ("5 > y", "y < 5"), (r"\frac{y-3}{2}=x", "y=2x+3"),
     ("|x-5|", r"\sqrt{(5-x)^2}"), ("y-2^x=0", "y=2^x"), (r"\max(x,5)", r"\frac{x+5+|x-5|}{2}"),
     (r"\ln(x-9)+\ln 2", r"\ln(2x-18)"), ("2^{2^n}", "4^{2^{n-1}}"),
+    ("0,100", r"\{0,100\}"), (r"\$\,58,500", "58500"), (r"\text{The answer is }-1", "-1"), ("42。", "42"),
+    (r"\frac12\\", "0.5"), ("'east'", "east"), ("‘B’", r"\text{(B)}"), ("(e)", r"\text{(E)}"),
+    ("(i)", r"\text{(I)}"),
+    (r"\therefore x = 5", "5"), ("⇒ 5", "5"), (r"\implies \frac12", "0.5"), ("5 (cm)", "5"),
+    (r"6\sqrt2 (km/h)", r"6\sqrt2"),
+    (r"2 +/- \sqrt3", r"2 \pm \sqrt3"), ("60^o", "60"), (r"\sin 30^{o}", "0.5"),
+    ("minus infinity", r"-\infty"),
+    (r"4\operatorname{cis} 30^\circ", r"2\sqrt3+2i"), (r"\text{cis}\frac\pi2", "i"), ("2A_{16}", "42"),
+    (r"\text{A2}_{16}", "162"), ("1B_12", "23"), ("5 hp", "5"), ("60 rpm", "60"), ("3 wk", "3 weeks"),
+    ("5 kr", "5"), ("1,234, 5,678", "5678, 1234"), ("5 kV", "5"), ("2mA", "2Am"), (r"5\ {\rm cm}", "5"),
+    (r"2\pi {\rm cm}^2", r"2\pi"),
+    ("{x ∈ ℝ | x > 3}", "x>3"),
+    (r"45^{\text{o}}", "45"), (r"\exp(x^{4})", "e^{x^4}"), (r"2\exp(-x)", r"\frac{2}{e^x}"),
+    (r"\lparen 1,2\rparen", "(1,2)"), ("1/2 n(n+1)", r"\frac{n^2+n}{2}"),
 ]  # fmt: skip
 # Wrong answers that it paid, and others of their kinds.
 ALSO_OTHER = [
@@ -274,6 +288,19 @@ ALSO_OTHER = [
     ("5 mille", "5"), ("5 douzaines", "5"), ("mehr als 5", "5"), ("nicht 5", "5"), ("5 oder mehr", "5"),
     ("5 einhalb", "5"), ("moins 5", "5"), ("超过5", "5"), ("5 fives", "5"), ("|x^2-1|", "x^2-1"),
     (r"\max(x,-5)", "x"), (r"\min(x,10)", "x"), ("|xy|", "xy"), ("|ab|", "-ab"),
+    ("0,100", "100"), ("0{,}125", "125"), (r"0,\!125", "125"), ("1{,}000", "1.000"),
+    (r"\text{profit}-5", "-5"),
+    (r"\text{The answer is not }-1", "-1"), (r"5\text{ minus }-1", "-1"), ("'5' or '6'", "5"), ("5'6", "5"),
+    (r"1 \implies 5", "5"), (r"\Rightarrow 5 = 6", "5"), ("5 (mm)", "5 (cm)"), ("5 (ab)", "5"),
+    ("5 (cm) + 1", "5"),
+    ("1 +/- 2", "3"), ("x^o", "x"), ("60^o", "60^0"),
+    (r"\operatorname{cis} 30", r"\operatorname{cis} 30^\circ"),
+    ("2A_{16}", "2A_{15}"), ("2G_{16}", "42"), ("2a_{12}", "34"), ("2A_8", "26"), ("2wk", "2"),
+    ("2mA", "2"), ("3kN", "3"), ("2MW", "2"), ("2kr", "2"),
+    ("(e)", r"\text{(C)}"), (r"\sin x = 1", "x=x"), ("x^2=5", "x^2-1=(x-1)(x+1)"), ("y=2x+3", "y+x=x+y"),
+    ("x+y<3", "x+y<x+y"), (r"|\ln(2n)|", r"\ln(2n)"), ("1,234,", "1,234,5"),
+    (r"5{\rm cm}", r"5\text{ mm}"), (r"\frac{\rm 12}{5}", "1/5"), (r"5{\rm ab}", "5"),
+    ("{x ∈ ℝ | x > 3}", "{x ∈ ℤ | x > 3}"),
 ]  # fmt: skip
 
 
@@ -285,6 +312,10 @@ UNDECIDED = [
     ("9^{9^9},1", "1,9^{9^9}+1"),
     ("(9^{9^9},1)", "(9^{9^9}+1,1)"),
     ("100r!+1", "100!+1"),  # the gamma function to 2,000 bits took half a second
+    ("|9^{9^9}|", "9^{9^9}"),  # these two raised TypeError
+    (r"\lfloor 9^{9^9}\rfloor", "9"),
+    (r"\cosh(i)^{9^{9^9}}", "9"),
+    (r"\lcm(" + ",".join(f"1e4200+{n}" for n in range(1, 300, 2)) + ")", "42"),  # took 4 s
 ]
 
 
@@ -311,6 +342,21 @@ def test_an_absolute_value_is_neither_of_its_two_branches():
     assert judged_otherwise(pairs, False) == []
 
 
+def test_a_value_that_is_negative_between_two_places_alone_is_not_its_absolute_value():
+    """Of |x^2-5x+6| no point lay between 2 and 3, and |sin sqrt(x)| was positive wherever it was tried."""
+    values = ["x^2-5x+6", "(x-4)(x-5)", r"\sin\sqrt{x}", r"\ln(x+1.5)", r"\sin x", r"\tan x", "x+y-3"]
+    pairs = [(f"|{value}|", value) for value in values]
+    pairs += [(f"y=|{value}|", f"y={value}") for value in values[:5]]
+    pairs += [
+        (r"\sqrt{1-\cos^2 x}", r"\sin x"),
+        ("(x^6)^{1/6}", "x"),
+        (r"\max(x,3)", "x"),
+        ("e^{|x|^\\pi}", "2"),
+    ]
+    assert judged_otherwise(pairs, False) == []
+    assert judged_otherwise([(r"\sqrt{a}\sqrt{b}\sqrt{c}", r"\sqrt{abc}")], True) == []
+
+
 def test_the_absolute_value_of_a_product_is_not_the_product():
     """|am| passed for am, as did half of all pairs: both letters had one sign wherever it was tried."""
     letters = "abcfkmnpqrstuvxyzABCMNQ"
@@ -334,6 +380,18 @@ def test_a_sum_with_a_number_that_python_cannot_show_is_a_wrong_answer(answer):
     """One of 4,301 digits raised ValueError, which ended a run: any sampled answer may hold it."""
     assert math_equal(answer, "12") is math_equal("1+x", answer) is False
     assert math_equal("1e4299+0", "1e4299") is True
+
+
+def test_a_root_whose_index_is_tiny_is_bounded_as_a_power_is():
+    """It took 12 s, and no timeout ended it."""
+    assert math_equal(r"2^{\sqrt[1/(1e4000)]{1e4000}}", "4") is False
+    assert math_equal(r"2^{\sqrt[1/(1e4000)]{x}}", "4") is not True
+
+
+def test_a_pole_of_the_factorial_has_no_value_and_ends_nothing():
+    """The gamma function raised ValueError for a negative integer that was a float."""
+    for pole in (r"\binom{1/\infty}{2}", "(1/\\infty-1)!", r"\binom{0\pi}{2}"):
+        assert math_equal(pole, "42") is False
 
 
 @pytest.mark.parametrize("thing", [None, 5, ["5"]])

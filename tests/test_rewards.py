@@ -95,6 +95,7 @@ NUMBERS = {
     "7 eggs!": "7", "So it is 7 eggs every day!!": "7", "70\\,000": "70000", "1\\,234\\,567": "1234567",
     "12 red ones": "12", "12 of them in three colours": "12", "a 7 dollar grand prize": "7",
     "the grand total is 7": "7", "7 apples and a pear": "7",
+    "\\text{The answer is }-7": "-7", "7 kr": "7", "7 hp": "7", "7 rpm": "7", "7 wk": "7",
     "7~": "7", "~7": "7", "差不多20个": "20", "比小明多20": "20", "20 fois par jour": "20", "20 Stück": "20",
 }  # fmt: skip
 NOT_NUMBERS = (
@@ -140,6 +141,7 @@ NOT_NUMBERS = (
     "au plus 20", "pas 20", "20 ou plus", "20 heures et demie", "más de 20", "menos de 20", "al menos 20",
     "20 y medio", "no 20", "не 20", "больше 20", "7 fives",
     "7 % of x", "7 of x", "7!!", "70\\,00", "1234\\,567", "7~8", "x! 7", "7 m!",
+    "0,125", "00,100", "0{,}125", "\\text{profit}-7",
     "7 grand", "quadruple 7", "neg 7", "7 and x", "7 or y",
 )  # fmt: skip
 
@@ -361,7 +363,7 @@ HASH = [
     ("####\n7", "7", 0.0), ("7", "7", 0.0), ("#### 7 8", "7", 0.0), ("#### 7", "", 0.0),
     ("#### 7", None, 0.0), ("#### x", "x", 0.0), ("####", "", 0.0), ("#### 7_0", "70", 0.0),
     ("#### \\$7", "7", 1.0), ("#### 7\\%", "7", 1.0), ("#### \\,7", "7", 0.0), ("#### 7<|im_end|>", "7", 1.0),
-    ("#### ~7", "7", 0.0), ("#### 7!", "7", 0.0),
+    ("#### ~7", "7", 0.0), ("#### 7!", "7", 0.0), ("#### 0,700", "700", 0.0),
 ]  # fmt: skip
 
 
@@ -421,6 +423,8 @@ HOSTILE = {
     "wide gap": lambda n: "1" + " " * n + "2",
     "words": lambda n: "half " * n + "5",
     "stars": lambda n: "*" * n + "5",
+    "apostrophes": lambda n: "5" + "'" * n,
+    "boxes around boxes": lambda n: "\\boxed{" * (n // 8) + "5 cm^2" + "}" * (n // 8),
 }
 READERS = {
     "number": parse_number,
@@ -1313,6 +1317,9 @@ def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch
     assert right_answers([text, "42"], ["42", "42"], config.answer_format) == [True, False]
     assert correctness_reward(None, [text], ["42"], config.answer_format) == [2.0]
     assert format_reward([text, ""], config.answer_format) == [0.2, 0.0]
+    spaced = ["RESULT[ 42 ]", "RESULT[ north ]"]  # text that is no number was paid nothing
+    assert correctness_reward(None, spaced, ["42", "north"], config.answer_format) == [2.0, 2.0]
+    assert extract_answer("RESULT[ ... ]", config.answer_format) is None
     assert grpo_eval.Config(model="tiny", answer_format=config.answer_format).answer_format
     assert code_of(config) == [("answer_format", str(tmp_path / "own.py"))]
     before = rewards_fingerprint(config, [])
