@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import dis
 import functools
 import hashlib
 import inspect
@@ -104,8 +105,8 @@ def values_fingerprint(config, functions):
 
 def _held(value, seen):
     """Constants as they are, and of the user's functions the text, defaults, and what they hold of the
-    globals and of the functions around them in turn. Of anything else its type: lists and other objects may
-    be what a function remembers, which changes while a run goes on.
+    globals and of the functions around them in turn. Of anything else its type: lists and other objects, and
+    what a function assigns itself, such as a counter, may be its memory, which changes while a run goes on.
     """
     if isinstance(value, CONSTANTS):
         return repr(value)
@@ -114,9 +115,12 @@ def _held(value, seen):
     if isinstance(value, partial):
         given = {name: _held(one, seen) for name, one in sorted(value.keywords.items())}
         return [_held(value.func, seen), _held(value.args, seen), given]
-    if inspect.ismethod(value):
-        attributes = sorted(getattr(value.__self__, "__dict__", {}).items())
-        return [_held(value.__func__, seen), {name: _held(one, seen) for name, one in attributes}]
+    if inspect.ismethod(value) and id(value.__self__) not in seen:
+        seen.add(id(value.__self__))  # which may hold its own methods
+        attributes = dict(sorted(getattr(value.__self__, "__dict__", {}).items()))
+        changing = _assigned_by_methods(type(value.__self__))
+        kept = [name for name in attributes if name not in changing and not name.startswith("__")]
+        return [_held(value.__func__, seen), {name: _held(attributes[name], seen) for name in kept}]
     if not inspect.isfunction(value) or not _is_theirs(value) or id(value) in seen:
         return f"{type(value).__name__} {getattr(value, '__qualname__', '')}"
     seen.add(id(value))
@@ -124,6 +128,8 @@ def _held(value, seen):
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it is still empty
             around[name] = cell.cell_contents
+    changing = _assigned(value.__code__, ("STORE_GLOBAL", "STORE_DEREF"))
+    around = {name: one for name, one in around.items() if name not in changing}
     around |= value.__kwdefaults__ or {}
     held = {name: _held(one, seen) for name, one in sorted(around.items())}
     return [_source(value), _held(value.__defaults__ or (), seen), held]
@@ -136,10 +142,28 @@ def _is_theirs(function):
     return not is_own and not file.startswith((*LIBRARIES, "<frozen"))
 
 
+def _within(code):
+    """Code and the comprehensions and functions within it."""
+    inner = [const for const in code.co_consts if inspect.iscode(const)]
+    return [code, *(one for each in inner for one in _within(each))]
+
+
 def _names(code):
-    """The names that code looks up, comprehensions within it included."""
-    within = [const for const in code.co_consts if inspect.iscode(const)]
-    return {*code.co_names, *(name for one in within for name in _names(one))}
+    """The names that code looks up."""
+    return {name for one in _within(code) for name in one.co_names}
+
+
+def _assigned(code, operations):
+    """The names that code assigns by these operations of Python's."""
+    instructions = (instruction for one in _within(code) for instruction in dis.get_instructions(one))
+    return {each.argval for each in instructions if each.opname in operations}
+
+
+def _assigned_by_methods(kind):
+    """The attributes that the methods of a class assign, in its __init__ apart."""
+    methods = (value for each in kind.__mro__ for name, value in vars(each).items() if name != "__init__")
+    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
+    return {name for code in codes for name in _assigned(code, ("STORE_ATTR",))}
 
 
 def model_fingerprint(name):

@@ -291,6 +291,7 @@ def test_a_run_with_rewards_from_python_goes_on_from_what_an_older_version_left(
 
 
 PAID = 1.0  # by a function of a reward's, which looks it up in a comprehension
+CALLS = 0
 
 
 def paid_each(completions):
@@ -298,13 +299,17 @@ def paid_each(completions):
 
 
 class Pays:
-    """A reward that is an object, with a constant and a memory."""
+    """A reward that is an object, with a constant, a memory, a counter and a method of its own."""
 
     def __init__(self, paid):
-        self.paid, self.memory = paid, []
+        self.paid, self.memory, self.calls, self.remember = paid, [], 0, self.count
+
+    def count(self, completions):
+        self.memory.append(len(completions))
+        self.calls += 1
 
     def __call__(self, completions, **columns):
-        self.memory.append(len(completions))
+        self.remember(completions)
         return [self.paid] * len(completions)
 
 
@@ -314,10 +319,16 @@ def rewards_that_hold(default=1.0, around=1.0, attribute=1.0):
     def by_default(completions, paid=default, **columns):
         return [paid] * len(completions)
 
+    calls = 0
+
     def by_closure(completions, **columns):
+        nonlocal calls
+        calls += 1
         return [around for _ in completions]
 
     def by_global(completions, **columns):
+        global CALLS
+        CALLS += 1
         return paid_each(completions)
 
     made = {"__name__": None}
@@ -328,7 +339,9 @@ def rewards_that_hold(default=1.0, around=1.0, attribute=1.0):
 def test_rewards_from_python_may_not_hold_other_values_when_a_run_goes_on(
     recipe_start, tmp_path, capsys, monkeypatch
 ):
-    """Their text alone was compared: a run went on with its reward turned round, without a word."""
+    """Their text alone was compared: a run went on with its reward turned round, without a word. A counter
+    is none of its values: a run with one could not go on in the process that had begun it.
+    """
     settings = dict(batch_size=2, num_generations=2, num_steps=1, max_completion_length=8, eval_every=0)
     config = grpo_train.Config(model=str(recipe_start / "model"), output_dir=str(tmp_path), **settings)
     train = partial(grpo_train.train, dataset=rows_of("dicts"))
