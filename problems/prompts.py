@@ -27,6 +27,7 @@ SYSTEM_ROLES = ("system", "developer")
 QUESTION_PLACE = "{question}"
 AT_ONCE = 1000  # texts that are tokenised at once
 REMARKED = 50  # so many prompts are looked at for what the template changes
+MARK = "31415926"  # an answer that no template writes in another way
 # Templates that ask for the date are told this one, in every run: prompts with today's date would differ from
 # yesterday's. Llama 3's own template falls back to it.
 FIXED_DAY = datetime(2024, 7, 26, tzinfo=UTC)
@@ -226,9 +227,8 @@ class Prompting:
         """
         if self.prompt_format == "raw":
             return tokenizer.eos_token_id
-        mark = "31415926"  # which no template writes in another way
-        text = self.build(tokenizer, "What is it?", response=mark)
-        after = text.rpartition(mark)[2] if mark in text else ""
+        text = self.build(tokenizer, "What is it?", response=MARK)
+        after = text.rpartition(MARK)[2] if MARK in text else ""
         ends = set(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.items()
         ends |= {i for i, token in added if token.content.strip()}  # Gemma's <end_of_turn>; not its "\n\n"
@@ -281,12 +281,11 @@ class Prompting:
 
     def _header_left_out(self, tokenizer, encoded):
         """What stands before an answer, where the template does not end a prompt with it."""
-        mark = "31415926"
         if self.messages(encoded.problem)[-1]["role"] == "assistant":
             return []
-        text = self.build(tokenizer, encoded.problem, response=mark)
-        header = text.removeprefix(encoded.prompt).partition(mark)[0].strip()
-        if mark not in text or not text.startswith(encoded.prompt) or not header or "think" in header:
+        text = self.build(tokenizer, encoded.problem, response=MARK)
+        header = text.removeprefix(encoded.prompt).partition(MARK)[0].strip()
+        if MARK not in text or not text.startswith(encoded.prompt) or not header or "think" in header:
             return []
         what = f"writes {header!r} before an answer, and does not end a prompt with it"
         return [f"the chat template {what}: the model must write it itself"]

@@ -43,8 +43,10 @@ ELSEWHERE = ("compare", "api")  # where no model is loaded
 class Config:
     """Settings of an evaluation; each says on its field what else is done with it."""
 
-    model: str = setting("grpo_finetuned_model", "directory or hub id", idle_beside=("compare",))
-    dataset: str | None = from_training("gsm8k", "as for grpo_train.py", idle_beside=ASIDE)
+    model: str = setting(
+        "grpo_finetuned_model", "directory or hub id", idle_beside=("compare",), is_path=True
+    )
+    dataset: str | None = from_training("gsm8k", "as for grpo_train.py", idle_beside=ASIDE, is_path=True)
     split: str = setting("test", "split to evaluate on", idle_beside=ASIDE)
     limit: int | None = setting(
         None,
@@ -59,12 +61,16 @@ class Config:
         "xml",
         f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name",
         idle_beside=("compare",),
+        is_path=True,
     )
     grading: str | None = from_training(
         "number", "what is right: number or math, as for grpo_train.py", idle_beside=ASIDE
     )
     system_prompt_file: str | None = from_training(
-        None, "a text file to use instead of the format's own system prompt", idle_beside=("compare",)
+        None,
+        "a text file to use instead of the format's own system prompt",
+        idle_beside=("compare",),
+        is_path=True,
     )
     system_prompt: str | None = from_training(
         None, "the same as a text", instead_of=("system_prompt_file",), idle_beside=("compare",)
@@ -95,6 +101,7 @@ class Config:
         "answer every question of a file instead: one a line, or data (.jsonl, .json, .csv, .parquet) with a "
         "question or prompt",
         instead_of=("ask",),
+        is_path=True,
     )
     save_jsonl: str | None = setting(
         None,
@@ -102,12 +109,14 @@ class Config:
         "as sft_train.py reads them",
         goes_with="questions",
         idle_beside=("ask", "compare"),
+        is_path=True,
     )
     compare: list[str] | None = setting(
         None,
         "compare evaluations instead: folders of this script, the first against the others; a,b: seeds of "
         "one side, paired with those of the other where they share start, order and draws",
         instead_of=("ask", "questions"),
+        is_path=True,
     )
     num_samples: int = setting(
         1,
@@ -181,7 +190,10 @@ class Config:
         idle_beside=ELSEWHERE,
     )
     output_dir: str = changes_no_answer(
-        "eval_runs", "the run goes into a folder of its own in here", idle_beside=("ask", "questions")
+        "eval_runs",
+        "the run goes into a folder of its own in here",
+        idle_beside=("ask", "questions"),
+        is_path=True,
     )
     name: str | None = changes_no_answer(
         None,

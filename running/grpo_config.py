@@ -68,6 +68,7 @@ class Config(TrainConfig):
         "your own rewards instead of a reward_set: FILE.py:function[=weight], several after one flag",
         in_card=True,
         instead_of=("reward_set",),
+        is_path=True,
     )
     dynamic_sampling: int = setting(
         0, "groups of equal rewards give way to fresh problems, in at most N extra rollouts a step; 0: never"
@@ -76,7 +77,9 @@ class Config(TrainConfig):
         None, "a weight for each reward, in their order", belongs_to=("reward", "reward_set")
     )
     warm_start: str = setting(
-        "none", "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest"
+        "none",
+        "a YAML of sft_train.py, which runs first, into output_dir/warm_start, and inherits the rest",
+        is_path=True,
     )
     warm_start_cache: str = setting(
         "default",
@@ -84,6 +87,7 @@ class Config(TrainConfig):
         "$GRPO_M3PO_CACHE, or ~/.cache/grpo-m3po/warm_starts; at most 20 GB); none: neither kept nor found",
         resume="free",
         goes_with="warm_start",
+        is_path=True,
     )
     reward_timeout: float = setting(
         300.0, "seconds one reward function may take for a step's completions; 0: no limit", resume="free"

@@ -115,11 +115,6 @@ GONE = {  # settings of earlier versions, and the values with which a run was as
 }  # fmt: skip
 
 
-# Settings that may begin with ~, which a shell leaves as it is behind --output_dir= and never sees in a file
-PATHS = "model dataset output_dir system_prompt_file warm_start warm_start_cache reward answer_format".split()
-PATHS += ["questions", "save_jsonl", "compare"]
-
-
 def _at_home(value):
     """A path, or each of a list, with the folder that ~ stands for; what is no path as it is."""
     if isinstance(value, list):
@@ -179,7 +174,7 @@ def named_and_typed(config_class, given, where):
         if value is None and field.default == "none":
             value = "none"
         value = _typed(name, hints[name], value, _none_words(field))
-        settings[name] = _at_home(value) if name in PATHS else value
+        settings[name] = _at_home(value) if field.metadata.get("is_path") else value
     return without_switches(config_class, settings)
 
 

@@ -73,7 +73,8 @@ def setting(default, text, **roles):
     line it is warned of, not refused. belongs_to=names: it is given for these, and goes with them.
     none_words, aliases, short: further words for None, further names of the setting, a letter for it.
     switches={name: (on, off)}: a further name that is true or false, and the two values of the setting that
-    it stands for.
+    it stands for. is_path=True: it may begin with ~, which a shell leaves as it is behind --output_dir= and
+    never sees in a file.
     """
     return field(default=default, metadata={"help": text, **roles})
 
@@ -114,12 +115,14 @@ class TrainConfig:
         "directory or hub id of the model to start from; `tiny` builds the embedded 200,000-parameter one",
         resume="never",
         inherited=True,
+        is_path=True,
     )
     dataset: str = setting(
         "gsm8k",
         "gsm8k, math, arithmetic, a .jsonl/.json/.csv/.parquet file, a folder of <split>.jsonl (or its "
         "shards), a hub id",
         inherited=True,
+        is_path=True,
     )
     split: str = setting(
         "train", "split to train on, less the held-out problems; no other split is read", inherited=True
@@ -140,6 +143,7 @@ class TrainConfig:
         f"how answers are written: {', '.join(ANSWER_FORMATS)}, or FILE.py:name of your own",
         inherited=True,
         in_card=True,
+        is_path=True,
     )
     grading: str = setting(
         "number",
@@ -147,7 +151,7 @@ class TrainConfig:
         inherited=True,
     )
     system_prompt_file: str | None = setting(
-        None, "a text file to use instead of the format's own system prompt", inherited=True
+        None, "a text file to use instead of the format's own system prompt", inherited=True, is_path=True
     )
     system_prompt: str | None = setting(
         None,
@@ -168,7 +172,10 @@ class TrainConfig:
         goes_with="prompt_format=chat",
     )
     output_dir: str = setting(
-        "grpo_finetuned_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
+        "grpo_finetuned_model",
+        "where the model, metrics.jsonl and run_config.yaml go",
+        resume="free",
+        is_path=True,
     )
     overwrite_output_dir: bool = setting(
         False,

@@ -15,13 +15,14 @@ class Config(TrainConfig):
     """Settings of a supervised run."""
 
     output_dir: str = setting(
-        "sft_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free"
+        "sft_model", "where the model, metrics.jsonl and run_config.yaml go", resume="free", is_path=True
     )
     dataset: str = setting(
         "gsm8k",
         "as for grpo_train.py, or a file of {prompt, response} lines, which are learned as they stand",
         inherited=True,
         aliases=("sft_data_path",),
+        is_path=True,
     )
     batch_size: int = setting(32, "problems a step, over all processes", in_card=True)
     num_epochs: float | None = setting(

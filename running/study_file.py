@@ -57,10 +57,10 @@ class Evaluation:
     samples: int = setting(8, "answers a question")
     temperature: float = setting(1.0, "of sampling; 0 is greedy, with one sample")
     interacts: bool = setting(False, "samples are paths that interact, as the base recipe's do in training")
-    dataset: str | None = setting(None, "as for grpo_train.py")
+    dataset: str | None = setting(None, "as for grpo_train.py", is_path=True)
     split: str = setting("test", "split of it")
     limit: int | None = setting(None, "the first N questions")
-    answer_format: str | None = setting(None, "how answers are written")
+    answer_format: str | None = setting(None, "how answers are written", is_path=True)
     grading: str | None = setting(None, "number or math")
     max_completion_length: int | None = setting(None, "tokens an answer may have")
 
@@ -113,7 +113,7 @@ class StudyFile:
 
     name: str = setting("", "name of the study")
     text: str = setting("", "a Markdown file that says what is compared, how, and what will count as what")
-    output_dir: str | None = setting(None, "its folder (default: studies/runs/NAME)")
+    output_dir: str | None = setting(None, "its folder (default: studies/runs/NAME)", is_path=True)
     base: dict | None = setting(None, "the recipe that all arms share: `config`, a file, and settings")
     warm_start: dict | None = setting(None, "settings of sft_train.py; `config`: a file of them")
     seeds: list[int] = setting(None, "in the order in which they are run")
@@ -134,7 +134,7 @@ class Options:
     """What the command line says beside the study's file."""
 
     check: bool = setting(False, "print runs, minutes and gigabytes; make nothing that stays")
-    output_dir: str | None = setting(None, "the study's folder, instead of the file's own")
+    output_dir: str | None = setting(None, "the study's folder, instead of the file's own", is_path=True)
     only_seeds: list[int] | None = setting(None, "run these seeds only: other machines run the others")
     local: list[str] | None = setting(
         None, "NAME=DIR ...: folders in the place of models and data sets that the file names"
