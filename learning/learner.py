@@ -2,6 +2,7 @@
 finite.
 """
 
+import contextlib
 import functools
 import math
 import warnings
@@ -11,6 +12,7 @@ import torch
 
 from decoding.engine import say
 from errors import NoRoomError, is_out_of_memory
+from learning.averaging import WeightAverage
 from learning.log_probs import make_scorer
 from learning.memory import REMEDIES, TokenBudget, within_memory
 from learning.parallel import balanced, distribute, whole
@@ -34,6 +36,7 @@ class Learner:
     budget: TokenBudget
     max_grad_norm: float
     loss_scale: LossScale | None = None  # of fp16 alone
+    average: WeightAverage | None = None
     why_skipped: str = ""  # the latest step that was not taken
 
     def share_evenly(self, rollout, advantages, scored):
@@ -80,10 +83,13 @@ class Learner:
         if has_stepped:
             try:
                 self.optimizer.step()
+                if self.average:
+                    self.average.count_step()
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise NoRoomError(f"out of memory for the optimiser's moments: {REMEDIES}") from error
+                kept = "the optimiser's moments" + (" and the average of the weights" if self.average else "")
+                raise NoRoomError(f"out of memory for {kept}: {REMEDIES}") from error
         self.optimizer.zero_grad(set_to_none=True)
         if has_stepped:
             self.schedule.step()
@@ -104,6 +110,13 @@ class Learner:
         else:
             self.why_skipped = NOT_FINITE
 
+    def as_saved(self):
+        """While this lasts, policy and sampler have what is evaluated and saved: the average, if one is kept.
+
+        Every process must call it.
+        """
+        return self.average.in_use() if self.average else contextlib.nullcontext()
+
     def scale_metrics(self):
         """The loss scale of the next step, in fp16."""
         return {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
@@ -114,7 +127,7 @@ class Learner:
 
 
 def make_learner(config, accelerator, policy, reference, decoder, total_steps, time_used=lambda: 0.0):
-    """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer.
+    """The Learner of a run of `total_steps` optimiser steps; the decoder knows the tokenizer and the sampler.
 
     time_used(): the share of the run's minutes that is over, where they are limited.
     """
@@ -126,6 +139,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps, t
     scorer = distribute(accelerator, scorer, config)
     optimizer, schedule = make_optimizer(policy, config, total_steps, time_used)  # after sharding
     is_fp16 = compute_dtype(config.precision, policy.device) == torch.float16
+    ema_decay = getattr(config, "ema_decay", 0)  # a supervised run has none
     budget = TokenBudget(config, policy)
     budget.bytes_to_come = decoder.engine.bytes_to_come
     return Learner(
@@ -140,6 +154,7 @@ def make_learner(config, accelerator, policy, reference, decoder, total_steps, t
         budget=budget,
         max_grad_norm=config.max_grad_norm,
         loss_scale=LossScale() if is_fp16 else None,
+        average=WeightAverage(policy, decoder.model, ema_decay) if ema_decay else None,
     )
 
 

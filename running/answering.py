@@ -98,7 +98,8 @@ class RunOfStudy:
         for questions in self.questions:
             path = self.path(questions.evaluation, self.step)
             if self.step in questions.evaluation.steps and not path.exists():
-                write_answers(path, self._answers(questions, self.step, run.interruptible))
+                with run.learner.as_saved():
+                    write_answers(path, self._answers(questions, self.step, run.interruptible))
 
     def ask_for_the_rest(self):
         """Let the last weights stand for the steps that a run did not reach."""
@@ -106,7 +107,8 @@ class RunOfStudy:
             evaluation, record = questions.evaluation, None
             for step in evaluation.steps:
                 if not self.path(evaluation, step).exists():
-                    record = record or self._answers(questions, self.step, lambda decoder, action: action())
+                    with self.run.learner.as_saved():
+                        record = record or self._answers(questions, self.step, lambda _, action: action())
                     write_answers(self.path(evaluation, step), record | {"step": step})
 
     def missing(self):

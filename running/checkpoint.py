@@ -55,6 +55,8 @@ class Checkpoints:
         tensors, numbers = optimizer_state(self.learner.optimizer, keep=self.is_main)
         if self.config.lora_r:
             tensors |= _on_cpu("policy.", ((n, p) for n, p in policy.named_parameters() if p.requires_grad))
+        if self.learner.average:
+            tensors |= self.learner.average.state(keep=self.is_main)
         if reference is not None and self.is_main:
             tensors |= _on_cpu("reference.", reference.named_parameters())
         problem = self._try_to_write(weights, tensors, numbers) if self.is_main else None
@@ -109,6 +111,7 @@ class Checkpoints:
             "budget": self.learner.budget.state(),
             "loss_scale": self.learner.loss_scale and self.learner.loss_scale.state(),
             "optimizer": numbers,
+            "averaged_steps": self.learner.average and self.learner.average.steps,
             "schedule": {name: value for name, value in schedule.items() if name != "lr_lambdas"},
             **noted(self.config, self.inputs),
             "logs": {name: (self.folder / name).stat().st_size for name in LOGS},
@@ -171,6 +174,8 @@ class Checkpoints:
         if self.learner.reference is not None:
             self._copy(self.learner.reference, _with_prefix("reference.", tensors), path)
         load_optimizer(self.learner.optimizer, state["optimizer"], _with_prefix("optimizer.", tensors))
+        if self.learner.average:
+            load_average(self.learner.average, state, _with_prefix("average.", tensors))
         load_schedule(self.learner.schedule, state["schedule"])
         self.learner.budget.restore(state.get("budget"))
         if self.learner.loss_scale:
@@ -281,6 +286,13 @@ def load_optimizer(optimizer, numbers, tensors):
     for saved, group in zip(numbers["groups"], optimizer.param_groups, strict=True):
         groups.append(saved | {key: group[key] for key in ("weight_decay", "betas", "initial_lr")})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def load_average(average, state, tensors):
+    """Go on with the average of a checkpoint; where it has none, a new one begins with the next step."""
+    trained = average.trained
+    average.averages = {name: _as_sharded(tensor, trained[name]) for name, tensor in tensors.items()}
+    average.steps = state["averaged_steps"] if tensors else 0
 
 
 def load_schedule(schedule, saved):

@@ -111,6 +111,12 @@ class Config(TrainConfig):
         goes_with="m3po_lambda",
         idle_beside=("log_groups=0",),
     )
+    ema_decay: float = setting(
+        0.0,
+        "evaluate and save the exponential moving average of the weights, with this decay an optimiser step "
+        "(0.983: about the last 60), and go on from the last weights; 4 bytes a trained weight; 0: the last",
+        in_card=True,
+    )
     m3po_lambda: float = setting(
         0.1, "share of a thinking path's input that comes from its peers; 0 is plain GRPO", in_card=True
     )
@@ -170,6 +176,7 @@ class Config(TrainConfig):
         greedy = "must be positive, at least 0.001 (greedy paths of one prompt are all the same)"
         counts = "beta log_groups inspect_every dynamic_sampling reward_timeout warn_after m3po_credit"
         check(self, "num_generations", lambda v: v >= 2, peers)
+        check(self, "ema_decay", lambda v: 0 <= v < 1, "must be in [0, 1)")
         check(self, "outer_iterations mu", lambda v: v >= 1, "must be at least 1")
         check(self, "temperature", lambda v: 1e-3 <= v < math.inf, greedy)
         check(self, "m3po_temperature", lambda v: 1e-6 <= v < math.inf, "must be positive")
@@ -212,6 +219,10 @@ class Config(TrainConfig):
             what = f"reward_set={self.reward_set} pays otherwise than grading={self.grading} counts as right"
             remarks.append(f"{what}: give both as math, or neither")
         return remarks
+
+    @property
+    def moment_bytes(self):
+        return super().moment_bytes + (4 if self.ema_decay else 0)
 
     @property
     def clip_range(self):

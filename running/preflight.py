@@ -235,7 +235,7 @@ def _check_memory(said, model):
     parts = {
         "policy": policy_bytes(model, config),
         "gradients": 4 * trained,
-        "moments": config.moment_bytes * trained,
+        "moments and average" if config.ema_decay else "moments": config.moment_bytes * trained,
         "sampler": copy,
         "reference": copy if config.beta > 0 else 0,
     }

@@ -226,7 +226,8 @@ class Run:
             self.step_began = time.perf_counter()
             yield self.progress.step
         self.log.close()
-        finish(self)
+        with self.learner.as_saved():
+            finish(self)
         if self.outer is not None:
             self.end_at_once("loading")
             self.raise_if_stopped()  # one that came while the model was saved would wait for the next to load
@@ -272,13 +273,15 @@ class Run:
 
     def _evaluate(self):
         """Metrics on the held-out problems; the best model so far is kept."""
-        evaluation, progress = self.evaluate(), self.progress
-        progress.since_best += 1
-        if evaluation["eval_accuracy"] > progress.best:
-            progress.best, progress.since_best = evaluation["eval_accuracy"], 0
-            progress.best_step = progress.step
-            if self.config.keep_best:
-                save_best(self)
+        progress = self.progress
+        with self.learner.as_saved():
+            evaluation = self.evaluate()
+            progress.since_best += 1
+            if evaluation["eval_accuracy"] > progress.best:
+                progress.best, progress.since_best = evaluation["eval_accuracy"], 0
+                progress.best_step = progress.step
+                if self.config.keep_best:
+                    save_best(self)
         if self._is_out_of_patience():
             count = counted(progress.since_best, "evaluation")
             self.say(f"no better held-out accuracy than {progress.best:.3f} in {count}: the run ends")

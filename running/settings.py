@@ -46,7 +46,8 @@ HELP_GROUPS = (
     (
         "optimiser",
         "warm_start warm_start_cache optimizer weight_decay adam_beta1 adam_beta2 max_grad_norm "
-        "lr_scheduler_type warmup_ratio max_bad_steps lora_r lora_alpha lora_target_modules load_in_4bit",
+        "lr_scheduler_type warmup_ratio ema_decay max_bad_steps lora_r lora_alpha lora_target_modules "
+        "load_in_4bit",
     ),
     (
         "saving",
@@ -457,7 +458,7 @@ class TrainConfig:
 
     @property
     def moment_bytes(self):
-        """Bytes a weight of the optimiser's moments."""
+        """Bytes a trained weight of what goes from step to step with it: moments, and its average."""
         return 2 if self.optimizer == "adamw_8bit" else 8
 
 

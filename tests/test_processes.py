@@ -420,12 +420,12 @@ def test_a_vision_tower_that_text_never_reaches_trains_on_two_processes(fsdp, tm
 
 @pytest.mark.slow
 def test_sharded_weights_train_as_whole_ones_do(warm, tmp_path):
-    """FSDP2 against DDP on two processes.
+    """FSDP2 against DDP on two processes, the average of the weights too.
 
     Seven problems, so that one of them has fewer micro-batches, which must not hang the other.
     """
     flags = f"{SHORT} --warm_start none --model {warm} --num_processes 2 --batch_size 7 "
-    flags += "--micro_batch_tokens 300 --beta 0.04 --save_every 2"
+    flags += "--micro_batch_tokens 300 --beta 0.04 --save_every 2 --ema_decay 0.9"
     weights, metrics = {}, {}
     for fsdp in ("false", "true"):
         out = tmp_path / fsdp

@@ -151,6 +151,7 @@ VARIANTS = {
     "full": {},
     "lora": dict(lora_r=4, lora_alpha=8),
     "8bit": dict(optimizer="adamw_8bit"),
+    "average": dict(ema_decay=0.7),
     "dynamic": dict(dynamic_sampling=1, beta=0.0, mu=1),
 }
 

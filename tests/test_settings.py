@@ -54,11 +54,11 @@ INHERITED = """model dataset split question_column answer_column solution_column
 
 RECIPE = """answer_format reward_set reward batch_size num_generations max_completion_length temperature
     learning_rate lr_scheduler_type optimizer loss_type beta epsilon mu m3po_lambda m3po_temperature
-    m3po_similarity lora_r lora_alpha load_in_4bit num_epochs seed""".split()
+    m3po_similarity lora_r lora_alpha load_in_4bit num_epochs seed ema_decay""".split()
 
 OF_GRPO_ALONE = """log_groups inspect_every reward_timeout warn_after check verbose warm_start_cache
     reward_set reward num_generations temperature loss_type beta epsilon mu m3po_lambda m3po_temperature
-    m3po_similarity""".split()
+    m3po_similarity ema_decay""".split()
 
 
 def test_the_fields_say_who_may_change_inherits_and_shows_them():

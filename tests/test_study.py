@@ -1,5 +1,6 @@
 """Studies: the file is checked as a whole, runs are the same as alone, and any interruption is survived."""
 
+import contextlib
 import dataclasses
 import gzip
 import itertools
@@ -320,7 +321,10 @@ class Pretended:
         study.folder.mkdir(parents=True, exist_ok=True)
         (study.folder / "model.safetensors").write_text("weights")
         error = self.fail.pop((int(seed), arm), None)
-        study.run = type("Run", (), {"progress": type("Progress", (), {"step": 3 if error else 4})})
+        progress = SimpleNamespace(step=3 if error else 4)
+        study.run = SimpleNamespace(
+            progress=progress, learner=SimpleNamespace(as_saved=contextlib.nullcontext)
+        )
         study.forget_after(0)
         for questions in study.questions:
             for step in (2,) if error else (2, 4):
