@@ -217,13 +217,13 @@ def result_rows(case, reports, runs):
     return rows
 
 
-def arguments(description):
+def arguments(description, recipe="configs/speedrun.yaml"):
     """The parser of what this script and the peer's have in common."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--recipe", default="configs/speedrun.yaml")
+    parser.add_argument("--recipe", default=recipe)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / NAME, help="what is whole there is kept")
     parser.add_argument("--saving", type=float, default=SAVING, help="seconds at the end that are for saving")
     parser.add_argument("--questions", type=int, help="the first N of the test split (default: all)")

@@ -5,13 +5,12 @@
 
 The clock is that of the trainer's process, as for ours, and the evaluation comes afterwards. Both begin with
 the recipe's supervised start, by sft_train.py within that process: its seconds count alike, and what differs
-is GRPO. What the recipe has of GRPOConfig's settings is taken over; `--trl_settings NAME=VALUE ...` changes
-them. On a card: float32 weights under the recipe's autocast, as ours (with LoRA the frozen ones in its dtype,
-and adapters on every linear layer of the body, or where the recipe has them); activations are kept, 64 rows
-at once.
-The learning rate falls by the clock where the recipe's does. vLLM is in the trainer's process (colocate);
-0.26 goes with torch 2.11. For the curve the share of right samples is logged, by a reward function of weight
-0.
+is GRPO. What the recipe, speedrun_trl.yaml, has of GRPOConfig's settings is taken over, and `--trl_settings
+NAME=VALUE ...` changes them: it is ours with the batch and the rate that did best for TRL. On a card: float32
+weights under the recipe's autocast, as ours (with LoRA the frozen ones in its dtype, and adapters on every
+linear layer of the body, or where the recipe has them); activations are kept, 64 rows at once. The learning
+rate falls by the clock where the recipe's does. vLLM is in the trainer's process (colocate); 0.26 goes with
+torch 2.11. For the curve the share of right samples is logged, by a reward function of weight 0.
 """
 
 import argparse
@@ -221,7 +220,7 @@ def summary(out, batch):
 
 
 def main():
-    parser = arguments(__doc__.splitlines()[0])
+    parser = arguments(__doc__.splitlines()[0], "benchmarks/speedrun_trl.yaml")
     parser.add_argument("--sampler", choices=["vllm", "generate"], required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--cpu", action="store_true", help="without a card, to try it out")

@@ -13,7 +13,8 @@ the place of the minutes: for cards that others use too; only variations whose s
 recipe's are compared fairly so. A variation that the result file has already is not tried again, so that
 calls add up, and processes on several cards too; --stop_after begins no further one after so many minutes.
 Accuracy: mean of 8 samples at temperature 1, and greedy, on 512 questions. Entropy: as the run logs it, in
-nats a token, mean of the last tenth of the steps.
+nats a token, mean of the last tenth of the steps. With --averages each run also keeps averages of its weights
+with these decays, as --ema_decay would, and each is a variation of its own, NAME-ema-DECAY.
 
 With --queue the variations are the lines of a file, `name` of one below or `name {"setting": value, ...}`; it
 is read again before each, so that what was seen may decide what comes next, until a line says `end`.
@@ -39,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 import grpo_train
 import sft_train
 from errors import RunError, SettingError
+from learning.averaging import WeightAverage
 from running.answering import RunOfStudy, accuracy, load_questions
 from running.loaded import Loaded
 from running.parsing import combined, settings_from_file
@@ -51,7 +53,8 @@ KL = {"beta": 0.005}
 BOXED = {"answer_format": "boxed", "warm_start": "none", "max_completion_length": 320}
 SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
     "recipe": {},
-    "lr-2e-6": {"learning_rate": 2e-6},
+    "last-weights": {"ema_decay": 0.0},
+    "lr-1e-6": {"learning_rate": 1e-6},
     "lr-5e-6": {"learning_rate": 5e-6},
     "lr-1e-5": {"learning_rate": 1e-5},
     "lr-3e-6": {"learning_rate": 3e-6},
@@ -109,15 +112,36 @@ SETTINGS = {  # that differ from the recipe's; `start`: those of its warm start
 }
 
 
+@dataclasses.dataclass
 class Trial(RunOfStudy):
-    """A run that is asked after its last step, and whose first step's set-up does not count."""
+    """A run that is asked after its last step, and whose first step's set-up does not count.
+
+    averages: {decay: the WeightAverage that is kept}, None before the first step.
+    """
+
+    averages: dict = dataclasses.field(default_factory=dict)
 
     def ask(self, run, decoder):
         super().ask(run, decoder)
+        for decay, average in self.averages.items():
+            if average is None:
+                average = self.averages[decay] = WeightAverage(run.learner.policy, decoder.model, decay)
+            if run.progress.step > 0:
+                average.count_step()
         if run.progress.step == 1:
             self.first = parts(run.metrics)
         if run.progress.step == 2:
             run.progress.train_seconds -= max(0.0, self.first - parts(run.metrics))
+
+    def answers_of(self, decay):
+        """{name of an evaluation: its accuracy} of an average that was kept."""
+        with self.averages[decay].in_use():
+            records = {q.evaluation.name: self._answers(q, self.step, _at_once) for q in self.questions}
+        return {name: (round(accuracy(record), 4), "accuracy") for name, record in records.items()}
+
+
+def _at_once(decoder, action):
+    return action()
 
 
 def parts(metrics):
@@ -148,8 +172,10 @@ def supervised_start(args, settings):
 
 
 def try_out(args, name, loaded, settings):
-    """What a variation came to: {metric: (value, unit)}."""
-    settings = dict(settings)
+    """What a variation came to, {name: {metric: (value, unit)}}, with those of its averages; and the settings
+    of each.
+    """
+    given, settings = settings, dict(settings)
     of_start, start, supervised = settings.pop("start", {}), args.model, 0.0
     if config_of(args, settings).warm_start != "none":
         start, supervised = supervised_start(args, of_start)
@@ -163,7 +189,8 @@ def try_out(args, name, loaded, settings):
     limits = config.max_completion_length, config_of(args, {}).max_completion_length
     how |= dict(max_completion_length=max(limits), steps=[config.num_steps])
     asked = [Evaluation("mean8", samples=8, **how), Evaluation("greedy", samples=1, temperature=0.0, **how)]
-    run = Trial(out, args.seed, loaded, config.interaction, [load_questions(e, config) for e in asked])
+    questions, averages = [load_questions(e, config) for e in asked], dict.fromkeys(args.averages)
+    run = Trial(out, args.seed, loaded, config.interaction, questions, averages=averages)
     grpo_train.train(config, study=run)
     run.ask_for_the_rest()
     found = {}
@@ -184,7 +211,11 @@ def try_out(args, name, loaded, settings):
     found["dead_groups"] = round(fmean(s["frac_reward_zero_std"] for s in steps), 4), "share"
     found["sampled_over_trained"] = round(sampled_over_trained(steps, batch), 4), ""
     shutil.rmtree(out)
-    return found
+    all_found, all_settings = {name: found}, {name: given}
+    for decay in args.averages:
+        all_found[f"{name}-ema-{decay:g}"] = found | run.answers_of(decay)
+        all_settings[f"{name}-ema-{decay:g}"] = given | {"ema_decay": decay}
+    return all_found, all_settings
 
 
 def tried_before(args):
@@ -221,6 +252,9 @@ def main():
     )
     parser.add_argument("--questions", type=int, default=QUESTIONS, help="held out, to judge by")
     parser.add_argument("--queue", type=Path, help="file of the variations to try, in the place of --only")
+    parser.add_argument(
+        "--averages", type=float, nargs="+", default=[], metavar="DECAY", help="of weights, to try as well"
+    )
     parser.add_argument("--name", help="of the result file (default: one for each length)")
     args = parser.parse_args()
     length = f"{args.steps}steps" if args.steps else f"{args.minutes:g}min"
@@ -236,14 +270,14 @@ def main():
         try:
             found = try_out(args, name, loaded, settings)
         except RunError as error:  # what diverges is a result, too
-            found = {"failed": (str(error), "")}
+            found = {name: {"failed": (str(error), "")}}, {name: settings}
         except (SettingError, SystemExit) as error:  # settings that cannot be tried; the queue goes on
             if not args.queue:
                 raise
             print(f"{name} is left out: {error}", flush=True)
             refused.add(name)
             continue
-        write(args, {name: found}, {name: settings})
+        write(args, *found)
     print(f"{len(tried_before(args))} configurations tried")
 
 

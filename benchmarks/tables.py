@@ -24,6 +24,7 @@ SPEEDRUNS = {
     "speedrun_trl_vllm": "TRL with vLLM",
     "speedrun_trl_generate": "TRL with `generate`",
 }
+RECIPES = dict.fromkeys(SPEEDRUNS, "benchmarks/speedrun_trl.yaml") | {"speedrun": "configs/speedrun.yaml"}
 
 
 def values(name):
@@ -97,15 +98,18 @@ def peers():
         other = ", ".join(f"{label} {rate:,.0f}" for label, rate in rates.items() if rate)
         work = f"sampling, {what} rows, {short_machine(rollout_result)}"
         rows.append([work, f"{m['tokens_per_s']:,.0f} tokens/s", other])
-    came_to = {}
+    came_to, had = {}, ""
     for name, label in SPEEDRUNS.items():
         if (RESULTS / f"{name}.json").exists():
-            [m] = values(name)[0].values()
+            cases, result = values(name)
+            [m] = cases.values()
+            had = had or _recipe_then(result["recipe"], RECIPES[name])
             came_to[label] = f"{number(m['start'])} to {number(m['greedy'])} in {m['steps']:.0f} steps"
     own, *others = came_to.items()
     [case], result = values("speedrun")
     minutes = case.removeprefix("speedrun-").removesuffix("min")
     work = f"GSM8K by the clock, 0.5B model, {minutes} minutes, {short_machine(result)}: greedy accuracy"
+    work += " (an earlier recipe)" if had else ""
     rows.append([work, own[1], ", ".join(f"{label} {text}" for label, text in others)])
     return table(["work", "ours", "peers"], rows)
 
@@ -116,6 +120,7 @@ def rungs():
     clock, clock_result = values("speedrun")
     gpus, gpus_result = values("bench_gpus")
     m = tiny["tiny-m3po-seed0"]
+    earlier = ", an earlier recipe" if _recipe_then(clock_result["recipe"]) else ""
     laptop = [f"{m['seconds'] / 60:.0f}", number(m["greedy_before"]), number(m["greedy_after"])]
     [m] = clock.values()
     card = [f"{m['seconds'] / 60:.0f}", number(m["start"]) if "start" in m else "", number(m["greedy"])]
@@ -124,7 +129,7 @@ def rungs():
     box = [f"{steps * step / 60:.0f} ({steps} steps of {step:.2f} s)", "", "not measured yet"]
     rows = [
         [f"a laptop ({short_machine(tiny_result)})", *laptop],
-        [f"one GPU ({short_machine(clock_result)})", *card],
+        [f"one GPU ({short_machine(clock_result)}{earlier})", *card],
         [f"a box (4 x {short_machine(gpus_result)})", *box],
     ]
     return table(["rung", "minutes", "greedy accuracy before GRPO", "after"], rows)
@@ -205,7 +210,9 @@ def speedrun():
             )
             values_of = [f"{m[f'{kind}_{seed}']:.3f}" for kind in ("greedy", "mean4") for seed in _seeds(m)]
             each.append(f"{label}, each seed, greedy then samples: {', '.join(values_of)}")
-            texts.append(f"`{where(result)}, {_cards(result)}`.")
+            had = _recipe_then(result["recipe"], RECIPES[name])
+            had = f" The recipe then had {had}." if had else ""
+            texts.append(f"`{where(result)}, {_cards(result)}`.{had}")
     header = ["trainer", "minutes", "seeds", "greedy before GRPO", "after", "mean of 4 samples", "seconds"]
     header += ["supervised, s", "until the first step, s", "steps", "completions/s", "dead groups"]
     shown = [table(header, rows), f"{'; '.join(each)}."] if rows else []
@@ -248,16 +255,17 @@ def _variations(name):
     header += ["sampled over trained"]
     note = f"{count} configurations tried, each once; {result['questions']} held-out training questions"
     note += f", {result['steps']} steps" if result.get("steps") else f", {result['minutes']:g} minutes"
-    return f"{table(header, rows)}\n\n{note}{_recipe_then(result['recipe'])}; `{where(result)}`."
+    had = _recipe_then(result["recipe"])
+    note += f"; the recipe that they vary had {had}" if had else ""
+    return f"{table(header, rows)}\n\n{note}; `{where(result)}`."
 
 
-def _recipe_then(lines):
-    """What a recipe, which variations vary, had in the place of today's."""
+def _recipe_then(lines, path=RECIPES["speedrun"]):
+    """What the recipe of a result had in the place of today's; "" where it is the same."""
     then = yaml.safe_load("\n".join(lines))
-    now = yaml.safe_load((ROOT / "configs" / "speedrun.yaml").read_text())
+    now = yaml.safe_load((ROOT / path).read_text())
     differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-    had = ", ".join(f"{key} {then[key]}" if key in then else f"{key} not set" for key in differ)
-    return f"; the recipe that they vary had {had}" if had else ""
+    return ", ".join(f"{key} {then[key]}" if key in then else f"{key} not set" for key in differ)
 
 
 def bench_step():

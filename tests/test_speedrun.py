@@ -153,6 +153,35 @@ def test_the_warm_up_of_a_variation_is_as_long_as_the_recipe_s(tune, tmp_path):
     assert (config.num_steps, config.warmup_ratio * 345) == (345, pytest.approx(8))
 
 
+def test_an_average_is_a_variation_of_its_own(tune, tmp_path):
+    """That of two steps of the trial's policy, asked of policy and sampler while it is lent."""
+    policy, sampler = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    questions = SimpleNamespace(evaluation=SimpleNamespace(name="greedy", steps=[]))
+    trial = tune.Trial(tmp_path, 0, None, None, [questions], averages={0.9: None})
+    trial._answers = lambda *_: {"right": [[int(sampler.weight[0, 0] == 2.0)]]}
+    run = SimpleNamespace(learner=SimpleNamespace(policy=policy), is_finished=False)
+    run.progress, run.metrics = (
+        SimpleNamespace(step=0, train_seconds=0.0),
+        dict.fromkeys(("rollout_seconds", "reward_seconds", "update_seconds"), 1.0),
+    )
+    for step, weight in ((0, 9.0), (1, 1.0), (2, 3.0)):
+        run.progress.step = step
+        with torch.no_grad():
+            policy.weight.fill_(weight)
+        trial.ask(run, SimpleNamespace(model=sampler))
+    assert trial.answers_of(0.9) == {"greedy": (1.0, "accuracy")}
+    assert policy.weight[0, 0] == 3.0
+
+
+def test_the_peer_s_recipe_is_ours_but_for_what_is_its_own(tune):
+    ours, peer = (
+        settings_from_file(grpo_train.Config, ROOT / path)
+        for path in ("configs/speedrun.yaml", "benchmarks/speedrun_trl.yaml")
+    )
+    differ = {name for name in {**ours, **peer} if ours.get(name) != peer.get(name)}
+    assert differ == {"batch_size", "learning_rate", "ema_decay"}
+
+
 def test_the_peer_s_rewards_are_told_the_answer_format(benchmark_module):  # noqa: F811
     """TRL hands a reward function columns and completions as keywords, and no answer_format."""
     peer = benchmark_module("speedrun_trl")
@@ -271,6 +300,7 @@ def result(rows, **more):
         | {
             "date": "d",
             "cards": ["GPU-1", "GPU-1"],
+            "recipe": (ROOT / "configs" / "speedrun.yaml").read_text().splitlines(),
             "rows": [dict(zip(names, row, strict=True)) for row in rows],
         }
         | more
@@ -282,7 +312,7 @@ def test_a_table_of_variations_says_what_the_recipe_had_then(benchmark_module): 
     now = (ROOT / "configs" / "speedrun.yaml").read_text()
     assert tables._recipe_then(now.splitlines()) == ""
     then = now.replace("batch_size: 64", "batch_size: 32").replace("mu: 1\n", "") + "top_k: 5\n"
-    said = "; the recipe that they vary had batch_size 32, top_k 5, mu not set"
+    said = "batch_size 32, top_k 5, mu not set"
     assert tables._recipe_then(then.splitlines()) == said
 
 
