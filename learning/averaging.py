@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
+from errors import Stopped
 from learning.models import refresh
 from learning.parallel import whole
 
@@ -38,12 +39,17 @@ class WeightAverage:
     def in_use(self):
         """While this lasts, the policy and its sampler have the average. Before the first step they are left
         alone. Every process must call it.
+
+        What fails within it ends the run, and nothing is given back: sharded weights would wait for processes
+        that did not fail. A signal does not, all have agreed on it, and the last weights are saved then.
         """
         self._exchange()
         try:
             yield
-        finally:
+        except Stopped:
             self._exchange()
+            raise
+        self._exchange()
 
     @torch.no_grad()
     def _exchange(self):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from errors import SettingError
+from errors import SettingError, Stopped
 from grpo_train import Config
 from learning.averaging import WeightAverage
 from learning.models import load_model
@@ -48,10 +48,10 @@ def test_it_is_lent_to_policy_and_sampler_and_given_back_to_the_bit():
         policy.weight.add_(1.0)
     average.count_step()
     last, mean = policy.weight.detach().clone(), average.averages["weight"].clone()
-    with contextlib.suppress(KeyboardInterrupt), average.in_use():
+    with contextlib.suppress(Stopped), average.in_use():
         assert torch.equal(policy.weight, mean)
         assert torch.equal(sampler.weight, mean)
-        raise KeyboardInterrupt
+        raise Stopped
     assert torch.equal(policy.weight, last)
     assert torch.equal(sampler.weight, last)
     assert torch.equal(average.averages["weight"], mean)
