@@ -116,9 +116,12 @@ GONE = {  # settings of earlier versions, and the values with which a run was as
 
 
 def _at_home(value):
-    """A path, or each of a list, with the folder that ~ stands for; what is no path as it is."""
+    """A path, or each of a list, with the folder that ~ stands for; what is no path as it is.
+
+    In a list, as of --compare, a,b are several.
+    """
     if isinstance(value, list):
-        return [_at_home(one) for one in value]
+        return [",".join(map(_at_home, one.split(","))) if isinstance(one, str) else one for one in value]
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

@@ -401,8 +401,11 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     assert (config.output_dir, config.model) == (f"{tmp_path}/runs/a", f"{tmp_path}/model")
     assert config.reward == [f"{tmp_path}/mine.py:pays=0.5"]
     assert Config(dataset="~/a.jsonl", system_prompt="~ </reasoning>").dataset == f"{tmp_path}/a.jsonl"
-    evaluation = grpo_eval.Config(compare=["~/a", "b~"], output_dir="~/runs")
-    assert (evaluation.compare, evaluation.output_dir) == ([f"{tmp_path}/a", "b~"], f"{tmp_path}/runs")
+    evaluation = grpo_eval.Config(compare=["~/a,~/c", "b~"], output_dir="~/runs")
+    assert (evaluation.compare, evaluation.output_dir) == (
+        [f"{tmp_path}/a,{tmp_path}/c", "b~"],
+        f"{tmp_path}/runs",
+    )
 
 
 def test_every_shipped_config_is_read(monkeypatch):
