@@ -39,7 +39,7 @@ OF_A_PATH = (
 ).split()
 SETTINGS = (
     "model warm_start dataset answer_format grading reward_set reward batch_size num_generations "
-    "max_completion_length learning_rate beta "
+    "max_completion_length learning_rate ema_decay beta "
     "m3po_lambda m3po_temperature m3po_similarity m3po_control seed"
 ).split()
 OF_AN_EVALUATION = (
@@ -230,6 +230,8 @@ def page(folder):
     evaluations = read_evaluations(folder / "evaluations.jsonl")
     groups, total = read_groups(folder / "rollouts.jsonl", settings.get("num_generations", 0))
     shown = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+    if not shown.get("ema_decay"):  # then what is evaluated is as everybody expects
+        shown.pop("ema_decay", None)
     if "reward" in shown:  # which takes the place of a set
         shown.pop("reward_set", None)
     if changes := changes_of(settings):

@@ -120,10 +120,12 @@ def test_the_page_holds_the_run_and_no_text_can_leave_its_block(run):
         (dict(reward_set="math", reward=None), dict(reward_set="math")),
         (dict(reward_set="grpo_m3po", reward=["r.py:f"]), dict(reward=["r.py:f"])),
         (dict(reward=["r.py:f"]), dict(reward=["r.py:f"])),  # no set is noted
+        (dict(reward_set="math", ema_decay=0.9), dict(reward_set="math", ema_decay=0.9)),
+        (dict(reward_set="math", ema_decay=0.0), dict(reward_set="math")),  # the last weights, as expected
     ],
 )
-def test_the_settings_of_the_page_name_the_rewards_that_were_used(settings, told, tmp_path):
-    """They named none, nor the warm start."""
+def test_the_settings_of_the_page_name_what_was_paid_and_whose_answers_are_shown(settings, told, tmp_path):
+    """They named no rewards, nor the warm start."""
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5, "train_seconds": 1.0}])
     (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(settings | {"warm_start": "w.yaml"}))
     assert data_of(page(tmp_path))["settings"] == told | {"warm_start": "w.yaml"}
