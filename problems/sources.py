@@ -189,7 +189,7 @@ def file_rows(path):
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path} line {line}: is not UTF-8") from error
+        raise DataError(f"{path} line {line}: is not UTF-8: save the file as UTF-8") from error
     if path.suffix == ".csv":
         return _csv_rows(path, text)
     if path.suffix == ".jsonl":
@@ -317,7 +317,7 @@ def _problem(where, row, columns, default_id, responses):
     answer = _without_commas(answer.strip())
     if not question.strip() or not (answer or (responses and response)):
         missing = "answer" if question.strip() else "question"
-        empty, there = column[missing], ", ".join(map(str, row))
+        empty, there = column[missing], ", ".join(map(repr, row))
         why = f"its {empty} is empty" if empty else f"columns: {there}"
         remedy = f"name it with --{missing}_column or mend the row"
         raise DataError(f"{where}: has no {missing} ({why}); {remedy}")
@@ -402,7 +402,7 @@ def _is_text_part(part):
 def _column(where, row, field, named):
     """The column of a field: the named one, else the first usual one that the row has, else None."""
     if named is not None and named not in row:
-        there = ", ".join(map(str, row))
+        there = ", ".join(map(repr, row))
         raise DataError(f"{where}: has no column {named!r} for the {field}; there are: {there}")
     usual = [column for column in COLUMNS[field] if column in row]
     if field == "solution":  # a `response` may hold something else, for the rewards

@@ -441,12 +441,13 @@ def _check_gold(said, problems, functions, decoder):
     right = right_answers(texts, golds, config.answer_format, config.grading)
     earn = f"{len(golds) - len(missed)} of {len(golds)} earn {best:.3g}"
     said.say("gold answers", f"{earn}, {sum(map(bool, right))} count as right{_undecided(right)}")
-    if missed:
+    uneven = [name for name, values in parts.items() if len(set(values)) > 1]
+    if missed and (uneven := _told_by_the_problem(uneven, functions, problems, texts, totals, config)):
         earn = f"{len(missed)} of {len(golds)} reference answers earn less than {best:.3g}, or nothing"
-        uneven = " and ".join(name for name, values in parts.items() if len(set(values)) > 1)
-        said.find(f"{earn}: {uneven} does not pay them alike" if len(functions) > 1 else earn)
-    for problem, total in missed[:10]:
-        said.lines.append(f"    {problem.id}: {problem.answer!r} earns {total:.3g}")
+        said.find(f"{earn}: {' and '.join(uneven)} does not pay them alike" if len(functions) > 1 else earn)
+        for problem, total in missed[:10]:
+            asked = one_line(repr(problem.question), 60)
+            said.lines.append(f"    {problem.id} ({asked}): {problem.answer!r} earns {total:.3g}")
     scored = next(p for p, total in paid if not math.isnan(total))
     gold = scored.problem.answer
     near = {
@@ -478,6 +479,24 @@ def _check_gold(said, problems, functions, decoder):
         paid = ["reward", config.reward] if config.reward else ["reward_set", config.reward_set]
         earned = f"a right answer earns {best:.3g}, and an empty completion {near['nothing']:.3g}"
         raise SettingError(*paid, f"{earned}: the rewards teach nothing")
+
+
+def _told_by_the_problem(names, functions, problems, texts, totals, config):
+    """Those of the rewards that pay texts otherwise where they answer another problem.
+
+    One that reads the text alone, such as its length, need not pay all reference answers alike. Asked of the
+    texts that earn least and most; where all have the same answer nothing tells, and all names are given.
+    """
+    order = sorted(range(len(texts)), key=lambda i: -math.inf if math.isnan(totals[i]) else totals[i])
+    chosen = list(dict.fromkeys(order[:4] + order[-4:]))
+    asked = [problems[i] for i in chosen]
+    if len({p.problem.answer for p in asked}) == 1:
+        return names
+    texts, may_abstain = [texts[i] for i in chosen], dict(gather=lambda values: [])
+    paid, others = (
+        _rewards(functions, ps, texts, config, **may_abstain)[1] for ps in (asked, asked[1:] + asked[:1])
+    )
+    return [name for name in names if paid[name] != others[name]]
 
 
 def _paid(functions, problems, texts, config):

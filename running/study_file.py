@@ -189,6 +189,8 @@ def read_study(path, train_config, start_config, start_settings, options):
     file = _made(StudyFile, read_yaml(path), path)
     for name in ("name", "baseline", "treatment", "primary"):
         check(file, name, bool, f"is missing in {path}")
+    recipe = "say base: {config: configs/gsm8k.yaml}, or {} for the defaults of grpo_train.py"
+    check(file, "base", lambda v: v is not None, f"is missing in {path}: {recipe}")
     check(file, "seeds arms evaluations", bool, f"is missing in {path}: give a list")
     check(
         file,
@@ -280,7 +282,7 @@ def _level(given, config_class, where):
 
 def _base(file, train_config):
     """The Config of the recipe that all arms share, and the settings that are given for it."""
-    in_file, given = _level(file.base or {}, train_config, "base")
+    in_file, given = _level(file.base, train_config, "base")
     _refuse_owned("base", given, but=("model",))
     settings = combined(train_config, in_file, given)
     if file.warm_start is not None:

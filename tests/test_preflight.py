@@ -139,13 +139,32 @@ def test_one_of_several_rewards_that_does_not_read_the_text_is_named(fault_start
     def brief(completions, **_):
         return [1 - len(completion[0]["content"]) / 1000 for completion in completions]
 
+    def picky(completions, answer, **columns):
+        right = right_number(completions, answer, **columns)
+        return [paid * (int(gold) % 3) for paid, gold in zip(right, answer, strict=True)]
+
     config = settings_of(fault_start, tmp_path / "out")
-    preflight.report(config, [(right_number, 1.0), (broken, 0.5), (brief, 0.1)])
+    preflight.report(config, [(right_number, 1.0), (broken, 0.5), (brief, 0.1), (picky, 0.3)])
     printed = capsys.readouterr().out
     findings = printed.partition("\n\n")[0]
-    assert re.search(r"\d+ of 30 reference answers earn less .*: brief does not pay them alike", findings)
+    assert re.search(r"\d+ of 30 reference answers earn less .*: picky does not pay them alike", findings)
+    assert re.search(r"\n    train-\d+ \('.*'\): '\d+' earns ", printed), "an id alone is in no file"
     assert "the reward broken pays 0 for right, wrong and empty texts alike: does it read" in findings
     assert "the reward brief" not in findings
+
+
+def test_a_reward_that_reads_the_text_alone_need_not_pay_reference_answers_alike(
+    fault_start, tmp_path, capsys
+):
+    """`27 of 30 reference answers earn less than 0.95` stood first in the check of a reward for length."""
+
+    def longer(completions, **_):
+        return [len(completion[0]["content"]) / 1000 for completion in completions]
+
+    checked(settings_of(fault_start, tmp_path / "out"), longer)
+    printed = capsys.readouterr().out
+    assert "gold answers: " in printed
+    assert "earn less" not in printed
 
 
 def test_a_reward_that_needs_what_the_data_lacks_is_refused_as_the_run_refuses_it(fault_start, tmp_path):
@@ -328,7 +347,7 @@ def test_the_check_leaves_out_answers_for_which_all_rewards_abstain(fault_start,
     given = dict(dataset=str(tmp_path / "three.jsonl"), reward=[f"{tmp_path}/even.py:even"])
     printed = check(settings_of(fault_start, tmp_path / "out", **given), capsys)
     assert "gold answers: 2 of 3 earn 1" in printed
-    assert "train-0: '1' earns nan" in printed
+    assert "train-0 ('Q1'): '1' earns nan" in printed
 
 
 def test_the_check_reads_its_gold_through_the_tokenizer(fault_start, tokenizer, tmp_path, capsys):

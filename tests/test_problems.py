@@ -135,7 +135,7 @@ def test_usual_column_names_are_found_and_named_ones_win(tmp_path):
 @pytest.mark.parametrize("field", ["question", "answer", "solution"])
 def test_an_unknown_named_column_is_refused_with_the_columns_there_are(tmp_path, field):
     path = jsonl(tmp_path / "a.jsonl", {"question": "Q", "answer": "1"})
-    with pytest.raises(DataError, match=r"a\.jsonl line 1: has no column 'nope' .*question, answer"):
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: has no column 'nope' .*'question', 'answer'"):
         load_problems(path, columns={field: "nope"})
 
 
@@ -252,7 +252,7 @@ BAD = {
     "no question": (
         "a.jsonl",
         b'{"text": "Q", "answer": "1"}\n',
-        r"line 1: has no question \(columns: text, answer\)",
+        r"line 1: has no question \(columns: 'text', 'answer'\)",
     ),
     "no answer": ("a.jsonl", GOOD + b'{"question": "Q"}\n', r"line 2: has no answer"),
     "blank question": ("a.jsonl", GOOD + b'{"question": " ", "answer": "1"}\n', r"line 2: has no question"),
@@ -302,7 +302,11 @@ BAD = {
         GOOD + b'{"question": "Q", "answer": "1", "answer": "2"}\n',
         r"line 2: .*the key 'answer' is there twice",
     ),
-    "bytes that are not UTF-8": ("a.jsonl", GOOD + b'{"question": "\xff"}\n', r"line 2: is not UTF-8"),
+    "bytes that are not UTF-8": (
+        "a.jsonl",
+        GOOD + b'{"question": "\xff"}\n',
+        r"line 2: is not UTF-8: save the file as UTF-8",
+    ),
     "UTF-16": ("a.csv", "question,answer\nQ,1".encode("utf-16"), r"line 1: is not UTF-8"),
     "an empty file": ("a.jsonl", b"", r"holds no rows"),
     "blank lines only": ("a.jsonl", b"\n \n", r"holds no rows"),

@@ -125,6 +125,7 @@ BAD = {
     "a baseline that is no arm": ({"baseline": "ppo"}, "baseline='ppo': must be one of grpo, m3po"),
     "a treatment that is the baseline": ({"treatment": "grpo"}, "treatment='grpo': is the baseline"),
     "a primary that is not asked": ({"primary": "greedy"}, "primary='greedy': must be one of mean2"),
+    "no base": ({"base": None}, "base=None: is missing in .*: say base: {config: configs/gsm8k.yaml}, or {}"),
     "no seeds": ({"seeds": None}, "seeds=None: is missing"),
     "no text": ({"text": "studies/none.md"}, "text='studies/none.md': cannot be read"),
     "text left out": ({"text": ""}, "text='': is left out: write what is compared"),
