@@ -60,7 +60,7 @@ from reporting.comparison import (
     write_comparison_page,
 )
 from reporting.evaluation import forget_answers, skipped_record, summarise, told, write_evaluation
-from reporting.files import read_records, read_run_config, read_yaml, write_records, write_whole, yaml_text
+from reporting.files import read_records, read_run_config, write_records, write_whole, yaml_text
 from reporting.plots import draw_comparison, or_warn
 from rewards import combined_reward, equal_by_meaning, lost_answers, lost_remarks, right_answers
 from running.eval_config import Config, refuse_untrained
@@ -76,7 +76,7 @@ from running.launching import (
     starts_processes,
 )
 from running.locks import forget
-from running.parsing import run_main, warn_of_idle, without_switches
+from running.parsing import run_main, warn_of_idle
 from running.settings import (
     free_on_resume,
     resolved,
@@ -283,7 +283,7 @@ def begin(asked, config):
     settings = resolved(config) | {"precision": asked.precision, "answerer": asked.identity}
     refuse_whole(folder)  # another one may have finished there since
     if any(path.stat().st_size for path in folder.glob("answers*-*.jsonl")):
-        then = without_switches(Config, read_yaml(folder / "run_config.yaml"))
+        then = read_run_config(folder)
         free = free_on_resume(Config)
         differ = [
             f"{name} {then.get(name)!r} there, {value!r} here"

@@ -33,11 +33,11 @@ from learning.learner import make_learner
 from learning.models import check_positions, load_frozen, load_policy, load_tokenizer, refresh
 from learning.parallel import max_over_processes, shard, together
 from problems.prompts import Prompting, prepare_problems, problems_of, responses
-from reporting.files import read_run_config, write_whole
+from reporting.files import read_run_config, with_precision, write_whole
 from running.contract import inputs_of
 from running.evaluation import held_out_accuracy
 from running.launching import check_shares, launch, parse_on_all, refuse_other_start, starts_processes
-from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle, without_switches
+from running.parsing import check_config, refuse_arguments, run_main, warn_of_idle
 from running.progress import next_problems, steps_to_do
 from running.run import Run
 from running.settings import free_on_resume, resolved
@@ -152,7 +152,7 @@ def warm_start(config, run):
             made_with = {name: value for name, value in everything.items() if name not in free}
             read = read_inputs(settings, problems_of(settings, responses=True))
             if note.exists():
-                noted = without_switches(Config, json.loads(note.read_text(encoding="utf-8")))
+                noted = with_precision(json.loads(note.read_text(encoding="utf-8")))
                 is_whole = noted == made_with | {name: read[name] for name in read if name in noted}
             made_with |= read
             if not is_whole and cache is not None:

@@ -68,8 +68,7 @@ def load_solver(
         prompting = Prompting.of(settings)
     device = choose_device()
     if precision is None:
-        older = "fp32" if trained.get("bf16") is False else "bf16"  # runs had bf16 before precision
-        precision = trained.get("precision", older) if device.type == "cuda" else "fp32"
+        precision = trained.get("precision", "bf16") if device.type == "cuda" else "fp32"
     dtype = compute_dtype(precision, device)
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, tokenizer, dtype, device, trust_remote_code).eval()

@@ -125,10 +125,18 @@ def read_run_config(model):
     """
     path = Path(model) / "run_config.yaml"
     if path.exists():
-        return read_yaml(path)
+        return with_precision(read_yaml(path))
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not Path(model).exists()
     path = _on_the_hub(str(model), path.name) if is_hub_id else None
-    return read_yaml(path) if path else {}
+    return with_precision(read_yaml(path)) if path else {}
+
+
+def with_precision(settings):
+    """The settings of a run, which had `bf16` before there was `precision`."""
+    if "bf16" not in settings:
+        return settings
+    older = {"precision": "bf16" if settings["bf16"] else "fp32"}
+    return older | {name: value for name, value in settings.items() if name != "bf16"}
 
 
 def changes_of(settings):

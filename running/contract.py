@@ -14,9 +14,9 @@ from pathlib import Path
 from answers.user_files import LIBRARIES, OWN, code_of, user_files
 from errors import ROOT, RunError
 from problems.sources import GIVEN
-from reporting.files import MODEL_FILES, sha256_of
+from reporting.files import DIGESTS, MODEL_FILES, sha256_of, with_precision
 from rewards import reward_name
-from running.parsing import without_gone, without_switches
+from running.parsing import without_gone
 from running.settings import free_on_resume, names_with, resolved
 
 # beside the settings
@@ -192,7 +192,7 @@ def noted(config, inputs):
 def differences(config, then, inputs):
     """{name: (there, here)} of what a run noted `then` and what is otherwise now."""
     now = json.loads(json.dumps(resolved(config)))
-    settings = without_switches(type(config), without_gone(then["settings"]))  # an older run may have bf16
+    settings = with_precision(without_gone(then["settings"]))
     free = free_on_resume(type(config))
     if config.patience or config.keep_best:  # evaluations decide where the run ends, and what is best
         free.discard("eval_every")
@@ -231,9 +231,11 @@ def refusal(config, then, differ):
 
 
 def shown(differ):
-    return ", ".join(
-        f"{name} {there!r} there, {here!r} here" for name, (there, here) in sorted(differ.items())
-    )
+    """The differences in words: of what was read only that it is no longer the same."""
+    read = [what for name, what in DIGESTS.items() if name in differ]
+    settings = sorted(set(differ) - set(DIGESTS))
+    values = ["{} {!r} there, {!r} here".format(name, *differ[name]) for name in settings]
+    return ", ".join(values + [f"{' and '.join(read)} changed since"] * bool(read))
 
 
 def lengthens(config, differ):

@@ -11,7 +11,6 @@ from decoding.names import CONTROLS, SIMILARITIES
 from errors import SettingError
 from problems.prompts import saved_system_prompt, system_prompt_text
 from reporting.files import read_run_config
-from running.parsing import without_switches
 from running.settings import (
     FIRST,
     PRECISIONS,
@@ -244,7 +243,7 @@ class Config:
         return f"evaluating {self.api or self.model} on {self.dataset}, split {self.split}"
 
     def __post_init__(self):
-        trained = without_switches(type(self), read_run_config(self.model))  # an older run may have bf16
+        trained = read_run_config(self.model)
         object.__setattr__(self, "takes_precision", self.precision is None)
         object.__setattr__(self, "system_prompt", system_prompt_text(self))  # what is given here wins
         trained |= saved_system_prompt(trained if self.system_prompt is None else {})

@@ -25,6 +25,7 @@ from learning import learner, precision
 from learning.models import load_model, load_policy
 from learning.parallel import distribute
 from learning.precision import LossScale, compute_dtype
+from reporting.files import read_run_config
 from running.folder import save_model
 from running.launching import make_accelerator
 from running.parsing import parse_config, run_main, settings_from_file
@@ -105,6 +106,8 @@ def test_the_settings_of_a_run_that_had_bf16_are_read(script, bf16, expected, tm
     del saved["precision"]
     (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(saved | {"bf16": bf16}))
     assert settings_from_file(script.Config, tmp_path / "run_config.yaml")["precision"] == expected
+    assert read_run_config(tmp_path)["precision"] == expected
+    assert grpo_eval.Config(model=str(tmp_path)).precision == expected, "what asks it computes alike"
 
 
 def test_a_warm_start_inherits_the_precision_or_has_its_own(tmp_path):

@@ -27,7 +27,7 @@ from errors import Interrupted, RunError, SettingError
 from learning import learner, precision
 from learning.precision import LossScale
 from problems.problem import EncodedProblem, Problem
-from reporting.files import read_run_config, sha256_of
+from reporting.files import DIGESTS, read_run_config, sha256_of
 from running import checkpoint, log
 from running import folder as run_folder
 from running.checkpoint import checkpoints, damage, seal
@@ -803,7 +803,7 @@ def test_a_file_that_a_run_read_may_not_change_under_it(name, finished, with_hin
     before = contents(folder / "out")
     config = settings_of(folder, folder / "out", dataset=str(folder / "data"), resume=True, **settings)
     with pytest.raises(
-        SettingError, match=rf"was written by another run: .*{name.strip()} '\w{{12}}' there, '\w{{12}}' here"
+        SettingError, match=rf"was written by another run: .*{DIGESTS[name.strip()]}.* changed since; say"
     ):
         grpo_train.train(config)
     assert contents(folder / "out") == before
@@ -952,7 +952,7 @@ def test_a_warm_start_of_other_settings_or_data_is_not_gone_on_from(start, tmp_p
     run(settings_of(start, out, **settings))
     before = contents(out)
     with_columns(start, tmp_path / "data", more=2)
-    with pytest.raises(SettingError, match=r"warm_start.*: data '\w+' there"):
+    with pytest.raises(SettingError, match=r"warm_start.*: the problems or their prompts changed since"):
         run(settings_of(start, out, resume=True, **settings))
     with_columns(start, tmp_path / "data")
     (tmp_path / "warm.yaml").write_text("num_epochs: null\nnum_steps: 1\nmax_completion_length: 63\n")
@@ -1316,7 +1316,7 @@ def test_other_data_is_refused_and_so_is_another_model_whatever_is_said(start, c
     shutil.copytree(start, other)
     lines = (other / "train.jsonl").read_text().splitlines()
     (other / "train.jsonl").write_text("\n".join(reversed(lines)) + "\n")
-    with pytest.raises(SettingError, match=r"data '\w{12}' there, '\w{12}' here"):
+    with pytest.raises(SettingError, match=r"the problems or their prompts .*changed since; say"):
         grpo_train.train(
             settings_of(other, cut, resume=True, model=str(start / "model"), reward=[f"{start}/pays.py:pays"])
         )
