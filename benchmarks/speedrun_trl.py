@@ -234,6 +234,8 @@ def main():
     import yaml
 
     settings = yaml.safe_load("\n".join(recipe_lines(args)))
+    if settings.get("ema_decay"):
+        parser.error(f"--recipe {args.recipe}: TRL keeps no average of the weights: leave out ema_decay")
     batch = settings["batch_size"] * settings["num_generations"]
     runs, reports, curves, new, cards = {}, {}, {}, {}, []
     for seed in args.seeds:

@@ -19,6 +19,7 @@ class WeightAverage:
     def __init__(self, policy, sampler, decay):
         self.policy, self.sampler, self.decay = policy, sampler, decay
         self.steps, self.averages = 0, {}  # {name: tensor}, none before the first step
+        self.is_lent = False
 
     @property
     def trained(self):
@@ -41,9 +42,11 @@ class WeightAverage:
         alone. Every process must call it.
 
         What fails within it ends the run, and nothing is given back: sharded weights would wait for processes
-        that did not fail. A signal does not, all have agreed on it, and the last weights are saved then.
+        that did not fail; a study asks the average its other questions then. A signal does not, all have
+        agreed on it, and the last weights are saved then.
         """
-        self._exchange()
+        if not self.is_lent:
+            self._exchange()
         try:
             yield
         except Stopped:
@@ -61,6 +64,7 @@ class WeightAverage:
             weight.copy_(average)
             average.copy_(kept)
         refresh(self.sampler, self.policy)
+        self.is_lent = not self.is_lent
 
     def state(self, keep):
         """{average.name: whole tensor on the CPU} for a checkpoint; every process must call it, those that do

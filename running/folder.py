@@ -177,12 +177,13 @@ def finish(run):
     Every process must call it; the upload comes last, when the others have nothing to wait for.
     """
     config, folder = run.config, run.folder
-    _save_policy(run, folder)
+    with run.learner.as_saved():  # not around the upload: the end of it waits for all processes
+        _save_policy(run, folder)
+        if config.save_adapter and run.accelerator.is_main_process:
+            save_adapter(run.learner.policy, folder / "adapter")
     note = {"step": run.progress.step}
     if run.accelerator.is_main_process:
         note |= {"files": files_of_model(folder), **noted(config, run.inputs)}
-        if config.save_adapter:
-            save_adapter(run.learner.policy, folder / "adapter")
         write_whole(folder / "README.md", _card(config, folder))
         write_whole(folder / FINISHED, json.dumps(note) + "\n")
         forget(folder / ".lock")

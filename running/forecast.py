@@ -26,11 +26,7 @@ def disk_bytes(study, questions, processes=1):
     """Bytes that a study still needs: those that stay, and those that `processes` runs take while they go."""
     base = study.base
     count, each = size_of(base.model, base.trust_remote_code)
-    trained = 0 if base.lora_r else count
-    state = 4 * count + base.moment_bytes * trained
-    checkpoint = state + (each * count if base.beta > 0 else 0)
-    copies = min(base.keep_checkpoints or 2, 2) + 1 if base.save_every else 1  # one where a run is stopped
-    going = each * count + copies * checkpoint
+    going = each * count + max(_checkpoints_bytes(c, count, each) for c in study.configs.values())
     if study.start is not None:
         going += each * count
     stays = 0
@@ -43,6 +39,14 @@ def disk_bytes(study, questions, processes=1):
             for q in questions:
                 stays += len(q.problems) * q.evaluation.samples * len(q.evaluation.steps) * ANSWER_BYTES
     return stays, processes * going
+
+
+def _checkpoints_bytes(config, count, each):
+    """Bytes of the checkpoints that a run has at once, of a model of `count` weights."""
+    state = 4 * count + (0 if config.lora_r else config.moment_bytes * count)
+    checkpoint = state + (each * count if config.beta > 0 else 0)
+    copies = min(config.keep_checkpoints or 2, 2) + 1 if config.save_every else 1  # one where it is stopped
+    return copies * checkpoint
 
 
 def refuse_little_disk(study, needed):

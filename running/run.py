@@ -226,8 +226,7 @@ class Run:
             self.step_began = time.perf_counter()
             yield self.progress.step
         self.log.close()
-        with self.learner.as_saved():
-            finish(self)
+        finish(self)
         if self.outer is not None:
             self.end_at_once("loading")
             self.raise_if_stopped()  # one that came while the model was saved would wait for the next to load

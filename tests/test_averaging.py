@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from errors import SettingError, Stopped
+from errors import RunError, SettingError, Stopped
 from grpo_train import Config
 from learning.averaging import WeightAverage
 from learning.models import load_model
+from running import folder
 from running.answering import RunOfStudy
 from small_runs import lines, run_short
 
@@ -55,6 +56,11 @@ def test_it_is_lent_to_policy_and_sampler_and_given_back_to_the_bit():
     assert torch.equal(policy.weight, last)
     assert torch.equal(sampler.weight, last)
     assert torch.equal(average.averages["weight"], mean)
+    for _ in range(2):  # a study asks its other questions after one that failed
+        with contextlib.suppress(RunError), average.in_use():
+            assert torch.equal(policy.weight, mean)
+            assert torch.equal(sampler.weight, mean)
+            raise RunError
 
 
 AVERAGED = "--save_every 1 --keep_checkpoints 0 --keep_best true --ema_decay 0.9 --eval_every 1"
@@ -65,8 +71,8 @@ def averaged(warm, tmp_path_factory):
     return run_short(warm, tmp_path_factory.mktemp("averaged") / "out", AVERAGED)
 
 
-def weights_of(folder, of="model.safetensors"):
-    return load_file(folder / of)
+def weights_of(out, of="model.safetensors"):
+    return load_file(out / of)
 
 
 def test_the_saved_model_is_the_mean_of_the_last_steps_and_training_is_that_of_the_last_weights(
@@ -82,6 +88,20 @@ def test_the_saved_model_is_the_mean_of_the_last_steps_and_training_is_that_of_t
         torch.testing.assert_close(value, sum(w[name] for w in after) / 3)
         has_moved = has_moved or not torch.equal(value, after[-1][name])
     assert has_moved
+
+
+def test_no_process_waits_for_the_average_while_another_uploads(warm, tmp_path, monkeypatch):
+    """Giving sharded weights back takes all of them, and torch waits minutes at most."""
+    happened, exchange = [], WeightAverage._exchange
+
+    def seen(self):
+        happened.append("exchange")
+        exchange(self)
+
+    monkeypatch.setattr(WeightAverage, "_exchange", seen)
+    monkeypatch.setattr(folder, "push", lambda *_: happened.append("upload"))
+    run_short(warm, tmp_path / "out", "--ema_decay 0.9 --push_to_hub true --hub_model_id me/mine")
+    assert happened == ["exchange"] * 4 + ["upload"]  # of the evaluation and of what is saved
 
 
 def test_held_out_problems_are_asked_of_what_is_saved(averaged, warm, tmp_path):

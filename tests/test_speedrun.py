@@ -182,6 +182,23 @@ def test_the_peer_s_recipe_is_ours_but_for_what_is_its_own(tune):
     assert differ == {"batch_size", "learning_rate", "ema_decay"}
 
 
+def test_a_recipe_whose_average_the_peer_cannot_keep_is_refused(
+    benchmark_module,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    """It saved the last weights, and the result file said that the recipe had an average."""
+    peer = benchmark_module("speedrun_trl")
+    words = "--sampler vllm --model m --data d --recipe configs/speedrun.yaml --work".split()
+    monkeypatch.setattr("sys.argv", ["speedrun_trl.py", *words, str(tmp_path)])
+    monkeypatch.setattr(peer, "once", lambda *_: pytest.fail("it began"))
+    with pytest.raises(SystemExit) as ended:
+        peer.main()
+    assert ended.value.code == 2
+    assert "TRL keeps no average of the weights: leave out ema_decay" in capsys.readouterr().err
+
+
 def test_the_peer_s_rewards_are_told_the_answer_format(benchmark_module):  # noqa: F811
     """TRL hands a reward function columns and completions as keywords, and no answer_format."""
     peer = benchmark_module("speedrun_trl")

@@ -28,10 +28,11 @@ from decoding.rollout import Completion
 from errors import NoRoomError, NotFiniteError, RewardError, RunError, SettingError
 from grpo_study import Bench, main, make_all
 from learning.log_probs import make_scorer
-from learning.models import load_models, load_tokenizer, refresh
+from learning.models import load_models, load_tokenizer, refresh, size_of
 from reporting.files import write_whole
 from rewards import _called_alone
 from running.answering import RunOfStudy, accuracy, graded, load_questions, numbered
+from running.forecast import disk_bytes
 from running.grpo_config import chosen_rewards
 from running.loaded import Loaded, overwrite
 from running.parsing import parse_config, settings_from_file
@@ -678,6 +679,20 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(SettingError, match=r"output_dir=.*the study needs \S+ [kMG]B there, \S+ kB are free"):
         main()
     assert not (tmp_path / "out").exists()
+
+
+def test_the_room_is_that_of_the_arm_whose_checkpoints_are_largest(tmp_path):
+    """It was that of the base recipe, whose arms may keep a reference, an average or more copies."""
+    settings = {"beta": 0.04, "ema_decay": 0.9, "save_every": 2}
+    needed = []
+    for arm in ({"settings": settings}, {"settings": {"m3po_lambda": 0.2}}):
+        study = read(
+            tmp_path, arms=[{"name": "grpo", "settings": {"m3po_lambda": 0}}, {"name": "m3po"} | arm]
+        )
+        needed.append(disk_bytes(study, [])[1])
+    count, each = size_of("tiny")
+    without, average = 4 + 8, 4  # weights and moments; bytes of each weight
+    assert needed[0] - needed[1] == count * (3 * (without + average + each) - without)
 
 
 # Real runs
