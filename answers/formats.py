@@ -163,8 +163,8 @@ def answer_format_named(name):
     except ValueError as error:
         raise ValueError(f"answer_format {name!r} cannot be had: {error}") from error
     if not isinstance(found, AnswerFormat):
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
-        raise ValueError(f"answer_format {name!r} is {kind} there: make it with answers.formats.AnswerFormat")
+        kind = "not in that file" if found is None else f"a {type(found).__name__} there"
+        raise ValueError(f"answer_format {name!r} is {kind}: make it with answers.formats.AnswerFormat")
     if problem := _wrong_type_in(found) or _problem_of(found):
         raise ValueError(f"answer_format {name!r} {problem}")
     return found

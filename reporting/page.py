@@ -406,7 +406,8 @@ def _picture(path, otherwise="No picture was drawn."):
     if not Path(path).exists():
         return f"<p>{otherwise}</p>"
     source = f"data:image/svg+xml;base64,{_base64(Path(path).read_bytes())}"
-    return f'<img alt="Curves" src="{source}">'
+    hint = '<p class="quiet sideways">The picture is wider than the window: scroll it sideways.</p>'
+    return f'{hint}<img alt="Curves" src="{source}">'
 
 
 def write_report(folder):

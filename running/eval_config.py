@@ -315,13 +315,13 @@ class Config:
         check(self, "m3po", lambda v: not (v and self.api), remedy)
         remedy = "paths need each other: set --num_samples 8 --temperature 1, or the like"
         check(self, "m3po", lambda v: not v or self.num_samples > 1, remedy)
-        remedy = "greedy answers are all the same: set a temperature, such as --temperature 1"
-        check(self, "num_samples", lambda v: v == 1 or self.temperature > 0, remedy)
         remedy = "--ask and --questions give one answer from the whole distribution"
         is_asked = self.ask is not None or self.questions is not None
         check(self, "num_samples", lambda v: v == 1 or not is_asked, remedy)
         check(self, "top_p", lambda v: v == 1 or not is_asked, remedy)
         check(self, "top_k", lambda v: v == 0 or not is_asked, remedy)
+        remedy = "greedy answers are all the same: set a temperature, such as --temperature 1"
+        check(self, "num_samples", lambda v: v == 1 or self.temperature > 0, remedy)
 
 
 def refuse_at_once(config):

@@ -397,6 +397,18 @@ def opened(browser, run):
     tab.close()
 
 
+def test_a_narrow_window_is_told_that_the_curves_go_on_to_the_right(browser, run):
+    """At 500 pixels the picture ended at the window's edge, as if there were nothing more of it."""
+    tab = browser.new_page(viewport={"width": 500, "height": 800})
+    tab.goto(write_report(run).as_uri())
+    hint = tab.get_by_text("scroll it sideways")
+    for width in (1366, 804, 803, 390):
+        tab.set_viewport_size({"width": width, "height": 800})
+        is_cut = tab.evaluate("document.querySelector('#curves').scrollWidth > innerWidth - 44")
+        assert is_cut == hint.is_visible() == (width < 804)
+    tab.close()
+
+
 def test_it_loads_without_a_message_and_requests_nothing_else(opened, run):
     tab = opened.tab
     assert opened.messages == []

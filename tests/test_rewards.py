@@ -1348,7 +1348,7 @@ def test_an_answer_format_of_the_users_is_read_from_a_file(tmp_path, monkeypatch
         ("no_raw_prompt", "has raw_prompt=None, which must be a text"),
         ("no_function", "has find=None, which must be a function of a text"),
         ("a_string", "is a str there: make it with answers.formats.AnswerFormat"),
-        ("nowhere", "is nothing there: make it with answers.formats.AnswerFormat"),
+        ("nowhere", "is not in that file: make it with answers.formats.AnswerFormat"),
     ],
 )
 def test_a_format_that_cannot_be_used_is_refused_before_anything_is_loaded(name, words, tmp_path):

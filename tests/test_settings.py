@@ -628,6 +628,7 @@ def test_steps_and_epochs_from_python_are_refused_together():
         (grpo_eval, "--api_at_once 2", "api=None"),
         (grpo_eval, "--api_timeout 2", "api=None"),
         (grpo_eval, "--ask a --num_samples 4 --temperature 1", "one answer"),
+        (grpo_eval, "--ask a --num_samples 4", "one answer"),  # was told to set a temperature, then this
     ],
 )
 def test_a_setting_without_effect_is_refused_with_the_one_it_needs(script, flags, needed):
