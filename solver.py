@@ -143,5 +143,5 @@ def readable(solution):
     """A solution as somebody would want to read it."""
     answer = solution.answer
     if answer is None:
-        answer = "none" if solution.finished else "none (cut off by max_completion_length)"
+        answer = "none in the format" if solution.finished else "none (cut off by max_completion_length)"
     return f"{solution.reasoning}\n\nAnswer: {answer}"

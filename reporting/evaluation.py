@@ -141,7 +141,8 @@ def told(report, folder):
     ]
     for label, side in sides.items():
         words = [f"parsable {side['parsable']:.3f}", f"cut off {side['truncated']:.3f}"]
-        lines.append(f"{label or 'answers'}: {', '.join(words)}, mean length {side['mean_length']}")
+        advice = "; --max_completion_length is short, or the model does not end" * (side["truncated"] > 0.2)
+        lines.append(f"{label or 'answers'}: {', '.join(words)}, mean length {side['mean_length']}{advice}")
     if "m3po" in report:
         pair = report["m3po"]["against_single_paths"]
         low, high = pair["difference_ci95"]

@@ -405,9 +405,13 @@ def _picture(path, otherwise="No picture was drawn."):
     """An image with the curves as markup, or a paragraph where there is none."""
     if not Path(path).exists():
         return f"<p>{otherwise}</p>"
-    source = f"data:image/svg+xml;base64,{_base64(Path(path).read_bytes())}"
+    return image(f"data:image/svg+xml;base64,{_base64(Path(path).read_bytes())}", "Curves")
+
+
+def image(source, alt):
+    """Markup of a picture as wide as a page, with a line that narrow windows show: they cut it off."""
     hint = '<p class="quiet sideways">The picture is wider than the window: scroll it sideways.</p>'
-    return f'{hint}<img alt="Curves" src="{source}">'
+    return f'{hint}<img alt="{html.escape(alt)}" src="{source}">'
 
 
 def write_report(folder):

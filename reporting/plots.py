@@ -258,12 +258,13 @@ def _outcomes(answers):
 def _shares(outcomes, axis):
     """Shares of the answers that were right, wrong or none, and paler what the limit cut off of each."""
     total = sum(map(len, outcomes.values()))
+    beside = dict(xytext=(4, 0), textcoords="offset points", va="center", fontsize=7)
     for y, (answers, colour) in enumerate(zip(outcomes.values(), (GREEN, ORANGE, GREY, BLUE), strict=False)):
         share, cut = len(answers) / total, sum(cut_off for _, cut_off in answers) / total
         axis.barh(y, share - cut, color=colour, height=0.6)
         axis.barh(y, cut, left=share - cut, color=colour, alpha=0.4, height=0.6)
         note = f" ({cut:.1%} cut off)" if cut else ""
-        axis.text(share, y, f"  {share:.1%}{note}", va="center", fontsize=7)
+        axis.annotate(f"{share:.1%}{note}", (share, y), **beside)
     axis.set_yticks(range(len(outcomes)), list(outcomes), fontsize=8)
     axis.set_ylim(len(outcomes) - 0.5, -0.5)
     axis.set_xticks((0, 0.25, 0.5, 0.75, 1))

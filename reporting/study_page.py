@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from reporting.page import style_of_a_page
+from reporting.page import image, style_of_a_page
 from reporting.plots import COLOURS, GREY, figure_of
 from reporting.study_statistics import remark_on_spread
 
@@ -29,6 +29,7 @@ def study_page(found):
             hashlib.sha256(script.encode()).digest()
         ),  # the page's policy lets this script run only
         "style": style_of_a_page(),
+        "image": image,
         "headline": headline(found),
         "cards": cards(found),
         "statuses": ", ".join(

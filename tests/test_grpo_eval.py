@@ -91,6 +91,12 @@ def test_people_get_a_table(tmp_path):
     assert not any(line.startswith("{") for line in lines)
 
 
+@pytest.mark.parametrize(("stop", "advised"), [("eos", False), ("length", True)])
+def test_where_many_answers_are_cut_off_the_limit_is_named(tmp_path, stop, advised):
+    report = summarise([with_samples([0.0], ["x"], stop_condition=[stop])] * 3) | {"seconds": 2.0}
+    assert ("--max_completion_length is short" in " ".join(told(report, tmp_path))) == advised
+
+
 def test_two_kinds_of_paths_stand_side_by_side_in_the_table(tmp_path):
     report = summarise([with_samples([1.0, 0.0], ["1", "2"])] * 3) | {"seconds": 2.0}
     pair = {"accuracy_a": 0.5, "accuracy_b": 1.0, "difference": 0.5, "difference_ci95": [0.1, 0.9]}

@@ -404,7 +404,7 @@ def test_a_narrow_window_is_told_that_the_curves_go_on_to_the_right(browser, run
     hint = tab.get_by_text("scroll it sideways")
     for width in (1366, 804, 803, 390):
         tab.set_viewport_size({"width": width, "height": 800})
-        is_cut = tab.evaluate("document.querySelector('#curves').scrollWidth > innerWidth - 44")
+        is_cut = tab.evaluate("document.querySelector('.picture').scrollWidth > innerWidth - 44")
         assert is_cut == hint.is_visible() == (width < 804)
     tab.close()
 

@@ -23,7 +23,7 @@ def test_a_solver_answers_one_question_and_many(recipe_run, tmp_path, capsys):
     one, many = solve("What is 3 halves?", solver), solve(["What is 3 halves?", "What is 4 halves?"], solver)
     assert one == many[0]
     assert one.completion
-    assert readable(one).endswith(f"Answer: {one.answer or 'none'}") or not one.finished
+    assert readable(one).endswith(f"Answer: {one.answer or 'none in the format'}") or not one.finished
     questions = tmp_path / "questions.txt"
     questions.write_text("What is 3 halves?\n\nWhat is 4 halves?\n")
     from_file = f"--model {recipe_run} --questions {questions}"

@@ -552,6 +552,9 @@ def test_a_study_is_shown_in_a_browser(whole, browser):  # noqa: F811
     assert [url for url in requests if not url.startswith("data:")] == [(out / "study.html").as_uri()]
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390, "only tables and pictures scroll"
     assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 0)")
+    hint = tab.locator("#curves").get_by_text("scroll it sideways")
+    assert hint.is_visible()
+    assert tab.evaluate("document.querySelector('#curves .picture').scrollWidth") > 390
     assert tab.locator("html").get_attribute("data-theme") == "dark"
     tab.click("#theme")
     assert tab.locator("html").get_attribute("data-theme") == "light"
