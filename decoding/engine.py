@@ -22,7 +22,7 @@ from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_l
 from decoding.step import Rows, StepKind, by_group, control_step, mix_step, real_scores, sample_step
 from decoding.tokens import LOGIT_BLOCK
 from errors import SettingError
-from m3po_module import cosines, products, weights_from_similarity
+from m3po_module import cross_path_weights
 
 
 class Sizes(NamedTuple):
@@ -366,12 +366,12 @@ class Engine:
         elif similarity == "embedding":
             features = embeds
         else:
+            assert similarity == "mean", similarity
             features = torch.ones_like(embeds[:, :1])
-        alike = products(by_group(features, self.row_of_path))
+        features, thinks = (by_group(x, self.row_of_path) for x in (features, thinking))
+        weights = cross_path_weights(features, thinks, interaction.temperature)
         if not interaction.records_scale:
-            return mix_step(embeds, alike, thinking, *recorded)
-        thinks = by_group(thinking, self.row_of_path)
-        weights = weights_from_similarity(cosines(alike), thinks, interaction.temperature)
+            return mix_step(embeds, weights, thinking, *recorded)
         heard = self._heard_instead(rows, embeds.shape[-1])
         return control_step(embeds, heard, weights, *recorded)
 

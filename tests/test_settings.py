@@ -259,6 +259,20 @@ def test_every_setting_of_training_has_a_group_of_help():
     assert Config.__dataclass_fields__.keys() - grouped <= OF_THE_COMMAND
 
 
+@pytest.mark.parametrize("config_class", [Config, sft_train.Config, grpo_eval.Config])
+def test_every_value_that_a_setting_may_have_is_in_its_help(config_class, monkeypatch):
+    """A new loss type was taken, and --help did not say that there was one."""
+    choices = {}
+    for module in ("running.settings", "running.grpo_config", "running.sft_config", "running.eval_config"):
+        taking = lambda config, name, values: choices.update({name: values})  # noqa: E731
+        monkeypatch.setattr(f"{module}.check_one_of", taking, raising=False)
+    config_class()
+    assert choices
+    for name, values in choices.items():
+        text = config_class.__dataclass_fields__[name].metadata["help"]
+        assert [value for value in values if value not in text] == [], name
+
+
 def test_the_page_shows_settings_that_exist():
     assert set(page.SETTINGS) <= set(Config.__dataclass_fields__)
 
