@@ -163,6 +163,30 @@ def test_a_similarity_that_the_decoder_does_not_know_is_not_taken_for_another(
         sampled(GroupDecoder(llama, tokenizer, "e", Interaction(0.3, 0.1, "new")), prompts)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 2.0, 1e4])
+def test_a_changed_m3po_module_is_not_passed_over_by_its_kernel(
+    llama, tokenizer, monkeypatch, capsys, temperature
+):
+    """On CUDA a change to m3po_module.py alone changed nothing that was sampled, without a word."""
+
+    def has_kernel(similarity="distribution"):
+        interaction = Interaction(0.1, temperature, similarity)
+        return GroupDecoder(llama, tokenizer, "e", interaction).engine.has_kernel
+
+    assert has_kernel()
+    assert not has_kernel("embedding")
+    assert not capsys.readouterr().out
+    changes = {
+        "cross_path_weights": lambda *given: cross_path_weights(*given) * 0.9,
+        "blend": lambda embeds, weights, share: embeds + share * (weights @ embeds),
+    }
+    for name, changed in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"decoding.self_test.{name}", changed)
+            assert not has_kernel()
+        assert "paths interact in plain torch, which is slower" in capsys.readouterr().out
+
+
 def test_the_decoder_weighs_paths_by_the_formula_of_m3po_module(llama, tokenizer, prompts, monkeypatch):
     """Whoever changed `cross_path_weights` changed nothing that was sampled."""
     given = []
