@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -269,7 +270,8 @@ def test_every_value_that_a_setting_may_have_is_in_its_help(config_class, monkey
     config_class()
     assert choices
     for name, values in choices.items():
-        text = config_class.__dataclass_fields__[name].metadata["help"]
+        field = config_class.__dataclass_fields__[name]
+        text = field.metadata["help"] + " ".join(map(str, get_args(field.type)))  # --help lists a Literal's
         assert [value for value in values if value not in text] == [], name
 
 
