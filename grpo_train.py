@@ -62,6 +62,7 @@ from running.settings import check
 from running.strangers import hear_strangers
 from sft_train import warm_start
 
+# The line of a step: {metric: its format}. What passes 100 characters is left out, from the last one on.
 SHOWN = {
     "reward": "reward {:.3g}",
     "skipped": "SKIPPED: {}",
@@ -102,7 +103,7 @@ def given_rewards(config, functions):
             raise SettingError("reward_functions", pair[0], f"has the weight {pair[1]}: give a finite number")
     if not any(weight for _, weight in pairs):
         raise SettingError("reward_functions", functions, NO_WEIGHT)
-    # numpy's round on
+    # a float32 of numpy would round the rewards that it is multiplied with
     return [(f, weight if isinstance(weight, int | float) else float(weight)) for f, weight in pairs]
 
 
@@ -217,8 +218,8 @@ def train(config=None, reward_functions=None, dataset=None, study=None, **others
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
-    """A = (r - mean) / (std + 1e-4) within each group, sample standard deviation: rewards (N,) -> (N,)
-    float32.
+    """A = (r - mean) / (std + 1e-4) within each group (GRPO, section 4.1.2), sample standard deviation:
+    rewards (N,) -> (N,) float32.
 
     Exactly 0 where all rewards of a group are equal, and where a reward is NaN: no function scored that
     completion. Such a row is left out of mean and std, but counts in N and bears the KL.
@@ -268,10 +269,11 @@ def token_advantages(rollout, advantages, gamma):
 
 
 def token_weights(mask, loss_type, num_sequences, num_tokens, max_completion_length):
-    """What each token's term counts in the loss: mask (n, T) -> (n, T).
+    """What each token's term counts in the loss, 0 where masked: mask (n, T) -> (n, T).
 
-    All normalisers are of the global batch, so that no cut of it changes a gradient. num_sequences: N over
-    all processes, masked rows counted. num_tokens: unmasked tokens over all processes.
+    GRPO's eq. 3; DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783. All normalisers are of the global batch,
+    so that no cut of it changes a gradient. num_sequences: N over all processes, masked rows counted.
+    num_tokens: unmasked tokens over all processes.
     """
     if loss_type == "grpo":
         return mask / mask.sum(-1, keepdim=True).clamp(min=1) / num_sequences
@@ -460,22 +462,19 @@ def update(learner, rollout, advantages, config):
 
     Neither micro-batches nor the number of processes change gradients: normalisers are of the whole batch.
     """
-    _, _, scored = rows_that_count(rollout, advantages, config)
+    _, scored = rows_that_count(rollout, advantages, config)
     rollout, advantages = learner.share_evenly(rollout, advantages, scored)
-    mask, has_signal, scored = rows_that_count(rollout, advantages, config)
+    mask, scored = rows_that_count(rollout, advantages, config)
     count, kept = torch.tensor(len(mask), device=mask.device), mask.any(-1)
     tokens_scored = (mask & scored[:, None]).sum()
-    sums = [count, kept.sum(), mask.sum(), has_signal.sum(), scored.sum(), tokens_scored]
-    num_sequences, num_kept, num_tokens, num_signals, num_scored, num_tokens_scored = (
-        learner.sum_over_processes(*sums)
-    )
+    sums = [count, kept.sum(), mask.sum(), scored.sum(), tokens_scored]
+    num_sequences, num_kept, num_tokens, num_scored, num_tokens_scored = learner.sum_over_processes(*sums)
     counts = {"scored_completions": int(num_scored)}
     if config.mask_truncated_completions:
         counts["masked_completions"] = int(num_sequences - num_kept)
     if config.m3po_credit:
         counts["credit_size"] = credit_size(learner, rollout, advantages, mask, config.m3po_credit)
-    # Adam's momentum alone would move the weights
-    if num_tokens == 0 or (num_signals == 0 and config.beta == 0):
+    if num_tokens == 0 or num_scored == 0:  # Adam's momentum alone would move the weights
         for _ in range(config.mu):
             learner.schedule.step()
         counts["scored_completions"] = 0
@@ -518,14 +517,18 @@ def update(learner, rollout, advantages, config):
 
 
 def rows_that_count(rollout, advantages, config):
-    """The tokens that count in the loss (N, T), the rows that pull (N,), and those that are computed (N,)."""
+    """The tokens that count in the loss (N, T) bool, and the rows that the update computes (N,) bool.
+
+    A row without an advantage is left out: it adds nothing to any gradient, unless the loss has a term beside
+    the advantages, as the KL is one; that needs all rows.
+    """
     mask = rollout.mask
     if config.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
-    pulls = token_advantages(rollout, advantages, config.m3po_credit) != 0
-    has_signal = (mask & pulls.view(len(mask), -1)).any(-1)
-    # Without a KL, a row whose advantage is 0 adds nothing to any gradient.
-    return mask, has_signal, has_signal if config.beta == 0 else torch.ones_like(has_signal)
+    if config.beta > 0:
+        return mask, torch.ones_like(rollout.ended)
+    in_tokens = token_advantages(rollout, advantages, config.m3po_credit).view(len(mask), -1)
+    return mask, (mask & (in_tokens != 0)).any(-1)
 
 
 def credit_size(learner, rollout, advantages, mask, gamma):
@@ -537,7 +540,7 @@ def credit_size(learner, rollout, advantages, mask, gamma):
 
 
 def rows_loss(learner, inputs, config, is_first_pass, rows):
-    """The loss of some rows, and sums over their tokens of what is logged."""
+    """The loss of some rows, and sums of what is logged: each of `terms` (n, T) as a mean over tokens."""
     rollout, index = inputs.rollout, to_device(rows, inputs.mask.device)
     logp, entropy = learner.scorer(rollout, rows)
     if is_first_pass:
@@ -591,10 +594,7 @@ def say_plan(run, decoder, problems, held_out, skipped, lost):
 
 
 def rollout_metrics(run, sampled, right, rewards, gate=None):
-    """Metrics of a step's samples, explained in docs/metrics.md; all processes' rewards (N,).
-
-    gate: what `gate_sums` gave.
-    """
+    """Metrics of a step's samples (docs/metrics.md): rewards (N,) of all processes, gate of `gate_sums`."""
     G, groups = run.config.num_generations, rewards.view(-1, run.config.num_generations)
     first_rows = range(0, len(sampled.texts), G)
     local = {

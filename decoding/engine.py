@@ -18,11 +18,18 @@ from decoding.any_model import PlainBackbone, UncachedBackbone, far_apart
 from decoding.controls import LIKELIEST, Strangers, directions, likeliest, mean_embedding
 from decoding.fast_model import CHUNK, FastBackbone, kernels, why_not
 from decoding.rollout import Sampling, to_device
-from decoding.self_test import NEW, PROMPTS, one_line_of, probe_rows, uncached_logits
+from decoding.self_test import (
+    NEW,
+    PROMPTS,
+    does_what_its_kernel_does,
+    one_line_of,
+    probe_rows,
+    uncached_logits,
+)
 from decoding.step import Rows, StepKind, by_group, control_step, mix_step, real_scores, sample_step
 from decoding.tokens import LOGIT_BLOCK
 from errors import SettingError
-from m3po_module import cosines, products, weights_from_similarity
+from m3po_module import cross_path_weights
 
 
 class Sizes(NamedTuple):
@@ -60,6 +67,7 @@ class Engine:
         self.unreal = (~tables.real).nonzero().flatten()  # ids that no token has
         self.strangers = None  # whom paths hear in the place of their peers, in the control of this name
         self.backbone, self.reserved, self.graphs, self.setup_seconds = None, Sizes(), {}, 0.0
+        self.has_kernel_of = {}  # by Interaction
 
     def prepare(self, prompts, sampling, interacts, max_rows=None):
         """Make model path, storage and captured steps ready, as far as they are not; then every row is free.
@@ -348,6 +356,19 @@ class Engine:
             inputs = self.backbone.embed(tokens)
         self.backbone.decode(inputs, rows, self.row_of_path)
 
+    @property
+    def has_kernel(self):
+        """Whether there is a kernel of what paths do to each other; anything else is done in plain torch."""
+        interaction, known = self.interaction, self.has_kernel_of
+        if interaction.similarity != "distribution":
+            return False
+        if interaction not in known:
+            known[interaction] = does_what_its_kernel_does(interaction)
+            if not known[interaction]:
+                what = "m3po_module.py does not do what its kernel (decoding/kernels.py) does"
+                say(f"decoder: {what}: paths interact in plain torch, which is slower")
+        return known[interaction]
+
     def _interact(self, tokens, rows, thinking, top, block_tops=None):
         """The inputs (n, E) of paths that look at each other, which have sampled tokens (n,).
 
@@ -355,7 +376,7 @@ class Engine:
         """
         interaction, real = self.interaction, self.tables.real
         similarity, recorded = interaction.similarity, (self.row_of_path, rows, self.mix, interaction)
-        if self.captures and similarity == "distribution":
+        if self.captures and self.has_kernel:
             alike = kernels.group_products(rows.logits, top, real, self.row_of_path, thinking)
             heard = self._heard_by_kernels(rows, block_tops)
             return kernels.mix((self.backbone.table, tokens), alike, thinking, *recorded, heard)
@@ -366,12 +387,12 @@ class Engine:
         elif similarity == "embedding":
             features = embeds
         else:
+            assert similarity == "mean", similarity
             features = torch.ones_like(embeds[:, :1])
-        alike = products(by_group(features, self.row_of_path))
+        features, thinks = (by_group(x, self.row_of_path) for x in (features, thinking))
+        weights = cross_path_weights(features, thinks, interaction.temperature)
         if not interaction.records_scale:
-            return mix_step(embeds, alike, thinking, *recorded)
-        thinks = by_group(thinking, self.row_of_path)
-        weights = weights_from_similarity(cosines(alike), thinks, interaction.temperature)
+            return mix_step(embeds, weights, thinking, *recorded)
         heard = self._heard_instead(rows, embeds.shape[-1])
         return control_step(embeds, heard, weights, *recorded)
 

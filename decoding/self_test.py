@@ -6,10 +6,12 @@ A handful of tokens each. L tokens of a row, V ids, E embedding width.
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
 from decoding.any_model import check_finite, check_head, far_apart, model_body, vocab_logits
 from decoding.rollout import Rollout, pad_right, to_device
 from errors import SettingError, one_line
+from m3po_module import blend, cross_path_weights
 
 PROMPTS, NEW = (9, 5), 4  # tokens of two prompts, and of what is written after each
 
@@ -32,6 +34,24 @@ def probe_rollout(model):
     ids = torch.tensor([a[1], b[1], b[1], a[1]], device=model.device)
     blank, all_of_them = torch.zeros(ids.shape, device=model.device), torch.ones_like(ids, dtype=torch.bool)
     return Rollout([a[0], b[0]], ids, all_of_them, blank, all_of_them[:, 0], blank.bool(), 2, 1.0)
+
+
+def does_what_its_kernel_does(interaction):
+    """Whether m3po_module.py, which somebody may have changed alone, is what decoding/kernels.py computes.
+
+    The kernel's formulas by the letter, on a made-up group of 12 paths of which 3 do not think.
+    """
+    generator, G = torch.Generator().manual_seed(0), 12
+    features, embeds = torch.rand(2, 1, G, 16, generator=generator)
+    thinking, itself = torch.arange(G)[None] % 4 > 0, torch.eye(G, dtype=torch.bool)
+    allowed = thinking[:, :, None] & thinking[:, None, :] & ~itself
+    cosine = F.cosine_similarity(features[:, :, None], features[:, None], dim=-1)
+    weights = (cosine / interaction.temperature).masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    share = interaction.lambda_blend * thinking[..., None]
+    inputs = (1 - share) * embeds + share * (weights @ embeds)
+    ours = cross_path_weights(features, thinking, interaction.temperature)
+    made = blend(embeds, ours, interaction.lambda_blend)
+    return torch.allclose(ours, weights, atol=1e-3) and torch.allclose(made, inputs, atol=1e-3)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from decoding.controls import controlled, scaled_mean_weights
 from decoding.tokens import IMPOSSIBLE, LOGIT_BLOCK
-from m3po_module import blend, cosines, weights_from_similarity
+from m3po_module import blend
 
 
 def draw(logits, uniforms, temperature=1.0, real=None, top_k=0, top_p=1.0, block=LOGIT_BLOCK):
@@ -156,16 +156,15 @@ def by_group(values, row_of_path):
 NO_SIZE = 1e-9  # an embedding as short as this is none
 
 
-def mix_step(embeds, products, thinking, row_of_path, rows, mix, interaction):
+def mix_step(embeds, weights, thinking, row_of_path, rows, mix, interaction):
     """M3PO: the next inputs (n, E), each its own token's embedding blended with those of the thinking peers.
 
-    products (B, G, G) of what the paths are compared by. rows.input_change records how far the inputs moved,
-    and mix (B, C, G, G) the weights of the latest C tokens: those of token t at t % C.
+    weights (B, G, G) that the paths give each other. rows.input_change records how far the inputs moved, and
+    mix (B, C, G, G) the weights of the latest C tokens: those of token t at t % C.
     """
-    grouped, thinks = by_group(embeds, row_of_path), by_group(thinking, row_of_path)
-    weights = weights_from_similarity(cosines(products), thinks, interaction.temperature)
+    grouped = by_group(embeds, row_of_path)
     if interaction.control == "scaled_mean":
-        weights = scaled_mean_weights(grouped, weights, thinks)
+        weights = scaled_mean_weights(grouped, weights, by_group(thinking, row_of_path))
     blended = blend(grouped, weights, interaction.lambda_blend)
     return _recorded(embeds, blended, weights, rows, mix)
 

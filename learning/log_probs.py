@@ -62,7 +62,7 @@ class Scorer(nn.Module):
     def forward(self, rollout, rows):
         """Log-probs and entropies (n, T) float32 of n rows, a list of indices, at the sampling temperature.
 
-        0 where masked. Log-probs carry gradient, entropies none.
+        0 where masked. Log-probs carry gradient; a loss that holds the entropies is refused in its backward.
         """
         with torch.autocast(**self.autocast):
             hidden, row, token = self.hidden(rollout, rows)
@@ -221,18 +221,27 @@ def _probe_states(scorer):
 
 
 class TokenScores(torch.autograd.Function):
-    """`token_scores` with a backward that keeps only the logits and makes one tensor of their size."""
+    """`token_scores` with a backward that keeps only the logits and makes one tensor of their size.
+
+    The backward has the gradient of the log-probs alone, and refuses a loss that holds the entropy: it would
+    be learnt from as if the entropy were not there.
+    """
 
     @staticmethod
     def forward(ctx, raw, targets, head, formulas):
         logp, entropy, log_norm = formulas[0](raw.detach(), targets, head)
         ctx.save_for_backward(raw, targets, log_norm)
         ctx.head, ctx.gradient = head, formulas[1]
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # else what is not in the loss would have a gradient of zeros
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, grad, entropy_grad):
+        if entropy_grad is not None:
+            raise NotImplementedError(
+                "the entropy is in the loss, but has no gradient here (learning/log_probs.py): take its "
+                "score-function form, which docs/change.md shows, or write its backward"
+            )
         return ctx.gradient(*ctx.saved_tensors, grad.contiguous(), ctx.head), None, None, None
 
 

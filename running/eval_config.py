@@ -151,10 +151,12 @@ class Config:
         idle_beside=("m3po_similarity=mean",),
     )
     m3po_similarity: str | None = from_training(
-        "distribution", "with m3po: as for grpo_train.py", goes_with="m3po"
+        "distribution", f"with m3po: as for grpo_train.py ({', '.join(SIMILARITIES)})", goes_with="m3po"
     )
     m3po_control: str | None = from_training(
-        "none", "with m3po: as for grpo_train.py; strangers are those of the model's run", goes_with="m3po"
+        "none",
+        f"with m3po: as for grpo_train.py ({', '.join(CONTROLS)}); strangers are those of the model's run",
+        goes_with="m3po",
     )
     temperature: float = setting(0.0, "0: greedy", idle_beside=("compare",))
     top_p: float = setting(

@@ -252,7 +252,7 @@ class TrainConfig:
     )
     gradient_checkpointing: str = setting(
         "auto",
-        "on: recompute activations (less memory, a third more time); auto: where memory is short",
+        "on: recompute activations (less memory, a third more time); auto: where memory is short; off: never",
         inherited=True,
     )
     precision: Literal["bf16", "fp16", "fp32"] = setting(

@@ -27,6 +27,7 @@ from decoding.tokens import (
     token_tables,
 )
 from errors import Interrupted, SettingError
+from m3po_module import cross_path_weights
 from problems.arithmetic import arithmetic_problems
 from small_models import build_model, with_layers
 
@@ -140,7 +141,8 @@ def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
     )
     embeds, mix = torch.tensor([[3.0, 4.0], [0.0, 10.0], [7.0, 7.0]]), torch.zeros(1, 8, 3, 3)
     thinking, row_of_path = torch.tensor([True, True, False]), torch.tensor([[0, 1, 2]])
-    inputs = mix_step(embeds, torch.ones(1, 3, 3), thinking, row_of_path, rows, mix, Interaction(0.5, 0.1))
+    weights = torch.tensor([[[0.0, 1, 0], [1, 0, 0], [0, 0, 0]]])
+    inputs = mix_step(embeds, weights, thinking, row_of_path, rows, mix, Interaction(0.5, 0.1))
     assert inputs.tolist() == [[1.5, 7.0], [1.5, 7.0], [7.0, 7.0]]
     assert mix[0, 4].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
     assert not mix[0, [0, 1, 2, 3, 5, 6, 7]].any()
@@ -148,8 +150,55 @@ def test_a_step_of_mixing_by_hand_with_a_path_that_has_ended():
     assert rows.input_change[:2, 4].tolist() == pytest.approx([moved / 5, moved / 10], abs=1e-6)
     assert not rows.input_change[2].any()
     embeds[0] = 0.0  # a token without an embedding, padding say: the change was 10^8 times nothing
-    mix_step(embeds, torch.ones(1, 3, 3), thinking, row_of_path, rows, mix, Interaction(0.5, 0.1))
+    mix_step(embeds, weights, thinking, row_of_path, rows, mix, Interaction(0.5, 0.1))
     assert rows.input_change[:2, 4].tolist() == pytest.approx([1.0, 0.5])
+
+
+def test_a_similarity_that_the_decoder_does_not_know_is_not_taken_for_another(
+    llama, tokenizer, prompts, monkeypatch
+):
+    """A new name in decoding/names.py alone was sampled as `mean`, without a word."""
+    monkeypatch.setattr("decoding.rollout.SIMILARITIES", ("new",))
+    with pytest.raises(AssertionError, match="new"):
+        sampled(GroupDecoder(llama, tokenizer, "e", Interaction(0.3, 0.1, "new")), prompts)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 2.0, 1e4])
+def test_a_changed_m3po_module_is_not_passed_over_by_its_kernel(
+    llama, tokenizer, monkeypatch, capsys, temperature
+):
+    """On CUDA a change to m3po_module.py alone changed nothing that was sampled, without a word."""
+
+    def has_kernel(similarity="distribution"):
+        interaction = Interaction(0.1, temperature, similarity)
+        return GroupDecoder(llama, tokenizer, "e", interaction).engine.has_kernel
+
+    assert has_kernel()
+    assert not has_kernel("embedding")
+    assert not capsys.readouterr().out
+    changes = {
+        "cross_path_weights": lambda *given: cross_path_weights(*given) * 0.9,
+        "blend": lambda embeds, weights, share: embeds + share * (weights @ embeds),
+    }
+    for name, changed in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"decoding.self_test.{name}", changed)
+            assert not has_kernel()
+        assert "paths interact in plain torch, which is slower" in capsys.readouterr().out
+
+
+def test_the_decoder_weighs_paths_by_the_formula_of_m3po_module(llama, tokenizer, prompts, monkeypatch):
+    """Whoever changed `cross_path_weights` changed nothing that was sampled."""
+    given = []
+
+    def weights_of(features, thinking, temperature):
+        given.append(cross_path_weights(features, thinking, temperature) / 2)
+        return given[-1]
+
+    monkeypatch.setattr("decoding.engine.cross_path_weights", weights_of)
+    mix = sampled(GroupDecoder(llama, tokenizer, "e", Interaction(0.3)), prompts).mix
+    assert float(mix.sum(-1).max()) == pytest.approx(0.5)
+    assert given
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from learning.learner import make_learner
 from learning.log_probs import Head, Scorer, make_scorer
 from learning.models import refresh
 from learning.packing import Segments, is_packed, pack, packed_attention, segments_of
-from m3po_module import cosines, products, weights_from_similarity
+from m3po_module import cosines, cross_path_weights, products
 from running.preflight import predicted_peak
 from small_models import build_model
 
@@ -534,7 +534,8 @@ def test_the_kernel_that_blends_equals_plain_torch():
             alike = kernels.group_products(logits, logits.amax(-1), real, row_of_path, thinking)
             inputs = kernels.mix((embeds, torch.arange(n, device="cuda")), alike, *recorded)
         else:
-            inputs = mix_step(embeds, products(by_group(logits.softmax(-1), row_of_path)), *recorded)
+            features, thinks = (by_group(x, row_of_path) for x in (logits.softmax(-1), thinking))
+            inputs = mix_step(embeds, cross_path_weights(features, thinks, 0.3), *recorded)
         made.append((inputs, mix, change))
     used = row_of_path[row_of_path < n]
     assert torch.allclose(made[0][0][used], made[1][0][used], atol=1e-5)
@@ -573,16 +574,16 @@ def test_the_kernel_of_a_control_gives_what_plain_torch_does(control):
             key=row_keys(0, 0, 0, n).cuda(),
         )
         recorded = (row_of_path, rows, mix, interaction)
-        alike = products(by_group(logits.softmax(-1), row_of_path))
+        features, thinks = (by_group(x, row_of_path) for x in (logits.softmax(-1), thinking))
+        weights = cross_path_weights(features, thinks, 0.3)
         if kernel:
             parts = kernels.group_products(logits, logits.amax(-1), real, row_of_path, thinking)
             said = embeds, torch.arange(n, device="cuda")
             theirs = (heard, said[1]) if control == "strangers" else heard
             inputs = kernels.mix(said, parts, thinking, *recorded, theirs)
         elif control == "scaled_mean":
-            inputs = mix_step(embeds, alike, thinking, *recorded)
+            inputs = mix_step(embeds, weights, thinking, *recorded)
         else:
-            weights = weights_from_similarity(cosines(alike), by_group(thinking, row_of_path), 0.3)
             instead = directions(rows.key, rows.t - 1, E) if control == "noise" else heard
             inputs = control_step(embeds, instead, weights, *recorded)
         made.append((inputs, mix, change, scale))

@@ -1,6 +1,7 @@
 """The formulas on numbers worked by hand, and the update on a small model."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from grpo_train import (
 from learning.inspection import gate_sums
 from learning.log_probs import Scorer
 from problems.problem import EncodedProblem
+from running.grpo_config import LOSS_TYPES
 from running.parsing import parse_config
 from running.settings import names_with
 from small_models import build_model
@@ -78,7 +80,7 @@ def test_token_weights_of_the_three_loss_types():
     )
     assert torch.allclose(token_weights(MASK, "dapo", 6, 10, 8)[:, 0], torch.tensor([0.1, 0.1, 0]))
     assert torch.allclose(token_weights(MASK, "dr_grpo", 6, 10, 8)[:, 0], torch.tensor([1 / 48, 1 / 48, 0]))
-    for kind in ("grpo", "dapo", "dr_grpo"):
+    for kind in LOSS_TYPES:
         assert not token_weights(MASK, kind, 6, 10, 8)[~MASK].any()
         assert torch.isfinite(token_weights(torch.zeros(2, 3).bool(), kind, 2, 0, 8)).all(), (
             "everything truncated and masked is not 0 / 0"
@@ -135,7 +137,7 @@ def test_a_masked_token_far_from_its_old_log_prob_changes_nothing():
     assert not any(bool(tokens.any()) for tokens in clipped.values())
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss_type):
     """I3, through the loop's own update: mu 2, KL, truncated completions masked, groups cut. TRL#3021."""
 
@@ -154,6 +156,21 @@ def test_an_update_does_not_depend_on_its_micro_batches(tokenizer, prompts, loss
     assert largest < 1e-5, "of a gradient of norm 1"
     for name in ("loss", "kl", "entropy", "grad_norm", "logp_diff_max"):
         assert metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_normalisers_are_those_of_all_processes(tokenizer, prompts, monkeypatch, loss_type):
+    """I3: of two processes with as many rows and tokens each, a row counts half as much as of one.
+
+    A count of the process's own rows passed every test that starts no second process.
+    """
+    norms = []
+    for processes in (1, 2):
+        small = small_update(tokenizer, prompts, loss_type=loss_type)
+        counted = partial(lambda n, *values: [n * float(value) for value in values], processes)
+        monkeypatch.setattr(small.learner, "sum_over_processes", counted)
+        norms.append(small.update()["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
 
 
 def test_rows_without_an_advantage_are_left_out_of_the_same_gradient(tokenizer, prompts, monkeypatch):
@@ -258,7 +275,7 @@ def loss_by_the_letter(rows, kind, num_sequences, max_length, clip, beta=0.0, ca
     return loss, *sums
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("kind", LOSS_TYPES)
 def test_the_loss_with_kl_and_importance_is_the_one_by_the_letter(kind):
     """Rows of 5, 1, 0 and 3 tokens; a loss of the KL alone had passed every test of a loss with a KL."""
     lengths, generator = [5, 1, 0, 3], torch.Generator().manual_seed(0)

@@ -34,6 +34,7 @@ from learning.models import (
 )
 from running.folder import save_adapter, save_model
 from small_models import FAMILIES, build_model
+from small_update import small_update
 
 G, T = 3, 24
 
@@ -718,9 +719,16 @@ def test_the_scores_own_backward_equals_what_autograd_makes_of_the_formula(cap, 
     torch.testing.assert_close(
         (logp, entropy, ours.grad), (wanted, wanted_entropy, plain.grad), atol=1e-6, rtol=1e-5
     )
-    assert not entropy.requires_grad
     assert ours.grad[:, 20:].abs().max() == 0
     assert ours.grad[:, 11].abs().max() == 0
+
+
+def test_a_loss_that_holds_the_entropy_is_refused(tokenizer, prompts):
+    """A bonus of any size had no gradient, and the run trained on without it."""
+    small = small_update(tokenizer, prompts)
+    logp, entropy = small.learner.scorer(small.rollout, [0, 1])
+    with pytest.raises(NotImplementedError, match="the entropy is in the loss, but has no gradient here"):
+        (logp.sum() - 0.01 * entropy.sum()).backward()
 
 
 def test_a_model_of_other_layers_than_bitsandbytes_keeps_is_refused(tokenizer, tmp_path):

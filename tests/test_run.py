@@ -351,10 +351,10 @@ def test_rewards_from_python_may_not_hold_other_values_when_a_run_goes_on(
         train(replace(config, resume=True), rewards)
         assert "nothing is left to do" in capsys.readouterr().out
     for changed in ("default", "around", "attribute"):
-        with pytest.raises(SettingError, match="written by another run: reward_values '.*' there"):
+        with pytest.raises(SettingError, match="written by another run: what the rewards hold changed since"):
             train(replace(config, resume=True), rewards_that_hold(**{changed: -1.0}))
     monkeypatch.setitem(globals(), "PAID", -1.0)
-    with pytest.raises(SettingError, match="written by another run: reward_values"):
+    with pytest.raises(SettingError, match="written by another run: what the rewards hold changed since"):
         train(replace(config, resume=True), rewards_that_hold())
 
 
@@ -518,7 +518,7 @@ LONGEST |= {"completion_length": 12345.6, "step_seconds": 12345.6, "grad_norm": 
 @pytest.mark.parametrize("shown", [grpo_train.SHOWN, sft_train.SHOWN])
 def test_the_line_of_a_step_is_short_and_says_first_what_matters_most(shown):
     """A GRPO line had up to 170 characters, and wrapped in every terminal."""
-    metrics = LONGEST | {"loss": -1.234e-05, "learning_rate": 1.234e-05}
+    metrics = dict.fromkeys(shown, -1.234e-05) | LONGEST
     names = list(shown)
     for count in range(len(names) + 1):
         line = step_line({name: metrics[name] for name in ("step", *names[:count])}, shown)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -257,6 +258,21 @@ OF_THE_COMMAND = {"check", "verbose", "open", "trust_remote_code"}
 def test_every_setting_of_training_has_a_group_of_help():
     grouped = {name for _, names in Config.help_groups for name in names.split()}
     assert Config.__dataclass_fields__.keys() - grouped <= OF_THE_COMMAND
+
+
+@pytest.mark.parametrize("config_class", [Config, sft_train.Config, grpo_eval.Config])
+def test_every_value_that_a_setting_may_have_is_in_its_help(config_class, monkeypatch):
+    """A new loss type was taken, and --help did not say that there was one."""
+    choices = {}
+    for module in ("running.settings", "running.grpo_config", "running.sft_config", "running.eval_config"):
+        taking = lambda config, name, values: choices.update({name: values})  # noqa: E731
+        monkeypatch.setattr(f"{module}.check_one_of", taking, raising=False)
+    config_class()
+    assert choices
+    for name, values in choices.items():
+        field = config_class.__dataclass_fields__[name]
+        text = field.metadata["help"] + " ".join(map(str, get_args(field.type)))  # --help lists a Literal's
+        assert [value for value in values if value not in text] == [], name
 
 
 def test_the_page_shows_settings_that_exist():
