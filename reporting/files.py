@@ -133,10 +133,22 @@ def read_run_config(model):
 
 def with_precision(settings):
     """The settings of a run, which had `bf16` before there was `precision`."""
-    if "bf16" not in settings:
-        return settings
-    older = {"precision": "bf16" if settings["bf16"] else "fp32"}
-    return older | {name: value for name, value in settings.items() if name != "bf16"}
+    return without_switch(settings, "bf16", "precision", ("bf16", "fp32"))
+
+
+def without_switch(given, switch, name, values):
+    """Settings with a switch as the setting that it is another name of: `values` where it is on, and off.
+
+    Refused beside another value of its setting.
+    """
+    if switch not in given:
+        return given
+    settings = {key: value for key, value in given.items() if key != switch}
+    meant = values[0] if given[switch] else values[1]
+    if settings.setdefault(name, meant) != meant:
+        what = f"cannot stand beside {name}={settings[name]!r}"
+        raise SettingError(switch, given[switch], f"{what}: give one of the two")
+    return settings
 
 
 def changes_of(settings):

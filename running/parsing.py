@@ -32,7 +32,7 @@ from errors import (
     show_all_letters,
     tell_after,
 )
-from reporting.files import read_yaml
+from reporting.files import read_yaml, without_switch
 from running.versions import version_line
 
 # Names that other trainers give to these settings: transformers and TRL, OneShotGRPO, H3PO, the MATH scripts.
@@ -178,7 +178,7 @@ def named_and_typed(config_class, given, where):
             value = "none"
         value = _typed(name, hints[name], value, _none_words(field))
         settings[name] = _at_home(value) if field.metadata.get("is_path") else value
-    return without_switches(config_class, settings)
+    return _without_switches(config_class, settings)
 
 
 def _with_effect(config_class, settings):
@@ -209,19 +209,11 @@ def _switches(config_class):
             yield switch, field.name, values
 
 
-def without_switches(config_class, given):
-    """The settings of one level with each switch as the setting that it is another name of.
-
-    `bf16: false` becomes `precision: fp32`. A switch beside another value of its setting is refused.
-    """
-    settings = dict(given)
-    for switch, name, (on, off) in _switches(config_class):
-        if switch in settings:
-            is_on = settings.pop(switch)
-            if settings.setdefault(name, on if is_on else off) != (on if is_on else off):
-                what = f"cannot stand beside {name}={settings[name]!r}"
-                raise SettingError(switch, is_on, f"{what}: give one of the two")
-    return settings
+def _without_switches(config_class, given):
+    """The settings of one level without the script's switches: `bf16: false` becomes `precision: fp32`."""
+    for switch, name, values in _switches(config_class):
+        given = without_switch(given, switch, name, values)
+    return given
 
 
 def without_gone(saved):
@@ -293,7 +285,7 @@ def parse_config(config_class, argv=None, description=None):
             if len(value) > 1:
                 raise SettingError(name, value, "none stands alone")
             flags[name] = None
-    flags = without_switches(config_class, flags)
+    flags = _without_switches(config_class, flags)
     settings = combined(config_class, in_file, flags)
     config = config_class(**settings)
     refuse_idle(config, settings, flags)

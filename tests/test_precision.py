@@ -108,6 +108,9 @@ def test_the_settings_of_a_run_that_had_bf16_are_read(script, bf16, expected, tm
     assert settings_from_file(script.Config, tmp_path / "run_config.yaml")["precision"] == expected
     assert read_run_config(tmp_path)["precision"] == expected
     assert grpo_eval.Config(model=str(tmp_path)).precision == expected, "what asks it computes alike"
+    (tmp_path / "run_config.yaml").write_text(f"bf16: {not bf16}\nprecision: {expected}\n")
+    with pytest.raises(SettingError, match=f"bf16={not bf16}: cannot stand beside precision='{expected}'"):
+        grpo_eval.Config(model=str(tmp_path))
 
 
 def test_a_warm_start_inherits_the_precision_or_has_its_own(tmp_path):
